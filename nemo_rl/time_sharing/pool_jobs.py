@@ -194,6 +194,11 @@ class PoolJobs(Orchestrator):
         """Those of them that have begun."""
         return [submission for submission in self._open() if not submission.waits]
 
+    def _with_processes(self) -> list[tuple[Submission, Any]]:
+        """The same, with their processes; a job that is being started comes with its own, too."""
+        with self._lock:
+            return [(one, self._actors[one.name]) for one in self._running() if one.name in self._actors]
+
     def _known(self, name: str) -> Submission:
         if name not in self._submissions:
             raise PoolError(f"there is no pipeline {name!r}; there are {sorted(self._submissions) or 'none'}")
@@ -541,7 +546,10 @@ class PoolJobs(Orchestrator):
             return left
         try:
             does: str = ray.get(self._actors[name].drain.remote(), timeout=ANSWER_S)
-        except ray.exceptions.RayError as error:
+        except (
+            KeyError,
+            ray.exceptions.RayError,
+        ) as error:  # KeyError: its process is gone, and its end is being noted
             raise PoolError(f"{name}: does not answer ({type(error).__name__}); cancel it") from error
         self._change(submission, asked="drain")
         return f"draining: {does}"
@@ -621,7 +629,7 @@ class PoolJobs(Orchestrator):
     def suspend(self) -> list[str]:
         """Has the jobs save and wait for a pool that continues from this one's log; what each does, a line."""
         self._suspended = True
-        return [line for submission in self._running() for line in self._move(submission)]
+        return [line for submission, actor in self._with_processes() for line in self._move(submission, actor)]
 
     def _drain_node(self, node: Node, within_s: float | None) -> list[str]:
         self._nodes.drain(node, within_s)
@@ -632,18 +640,23 @@ class PoolJobs(Orchestrator):
     def _move_off(self, node: Node) -> Iterator[str]:
         """Drains the jobs that train or have their process on a node, so that they begin again elsewhere."""
         gone, per_node = self._nodes.gpus_gone(), self._handles.pool.gpus_per_node
-        for submission in self._running():
+        for submission, actor in self._with_processes():
             trains = any(gpu // per_node == node.number for gpu in submission.train)
-            if trains or self._nodes.is_on(self._actors[submission.name], node):
-                yield from self._move(submission)
+            if trains or self._nodes.is_on(actor, node):
+                yield from self._move(submission, actor)
             elif gone.issuperset(submission.infer):
                 yield f"{submission.name}: waits until a node of its GPUs is back"
 
-    def _move(self, submission: Submission) -> Iterator[str]:
+    def _move(self, submission: Submission, actor: Any) -> Iterator[str]:
         name = submission.name
-        self._change(submission, moving=True)
-        if self._waiting.read(name).resumes:
-            self._actors[name].drain.remote()
+        with self._lock:
+            if submission.outcome is not None:
+                return
+            submission.moving = True
+            self._keep()
+            resumes = self._waiting.read(name).resumes
+        if resumes:
+            actor.drain.remote()
             where = "in the next pool" if self._suspended else "where it has a place"
             yield f"{name}: finishes its step, saves, and goes on {where}"
         elif self._suspended:
@@ -653,12 +666,10 @@ class PoolJobs(Orchestrator):
 
     def _clear(self, node: Node, within_s: float | None = None) -> None:
         """Gives a node back, once nothing of the pool is on it."""
-        import ray
-
         deadline = time.monotonic() + (math.inf if within_s is None else within_s)
         while node.number in self._nodes.gone:
             try:
-                there = [one for one in self._running() if self._nodes.is_on(self._actors[one.name], node)]
+                there = [one for one, actor in self._with_processes() if self._nodes.is_on(actor, node)]
                 if time.monotonic() > deadline:
                     for one in there:
                         if self._waiting.read(one.name).resumes:
@@ -667,7 +678,7 @@ class PoolJobs(Orchestrator):
                             self._end_for(one, f"{node} had to leave, and it saves nothing")
                 if not there and self._nodes.let_go(node.number):
                     return
-            except ray.exceptions.RayError as error:
+            except Exception as error:  # noqa: BLE001 - a job may have just ended: what fails is tried again
                 logger.error("node=%d event=not_cleared_yet reason=%s", node.number, error)
             time.sleep(_NODE_S)
 

@@ -6,6 +6,7 @@ import argparse
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,6 +229,52 @@ def test_an_end_is_noted_as_it_was_once_the_scheduler_answers(
     pool.scheduler.registered["a"] = {"incarnation": pool._submissions["a"].incarnation}
     pool.finish("a", Outcome("failed"))
     assert not cluster.killed, "the scheduler shows that the processes of those that it knows are gone"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_jobs_move_while_another_is_being_started(fails: bool, cluster: Cluster, tmp_path: Path) -> None:
+    pool, comes = Noded(tmp_path), threading.Event()
+    for name in "ab":
+        pool.submit(trains(name, (2,), anywhere=False))
+    pool.finish("a", Outcome("done"))
+    del pool._actors["a"]
+    cluster.on["a"] = "bbbb1"
+
+    def create(job: Job, incarnation: int) -> object:
+        comes.wait(20)
+        return _raises(OSError("no process")) if fails else Process(job.name)
+
+    pool.create_pipeline_actor = create  # type: ignore[method-assign]
+
+    def submit() -> None:
+        with suppress(OSError):
+            pool.submit(trains("a", (0,), anywhere=False))
+
+    starting = threading.Thread(target=submit)
+    starting.start()
+    until(lambda: pool._submissions["a"].outcome is None)
+    threading.Timer(0.2, comes.set).start()
+    said = pool.suspend() if fails else pool.drain_node("1")[1:]
+    assert [line.partition(":")[0] for line in said] == (["b"] if fails else ["a", "b"])
+    assert [process.drains for process in pool._actors.values()] == ([1] if fails else [1, 1])
+    starting.join()
+
+
+def test_a_node_is_cleared_whatever_fails_once_and_a_job_that_has_ended_does_not_move(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_jobs, "_NODE_S", 0.0)
+    pool = Noded(tmp_path)
+    pool.submit(trains("a", (2,), anywhere=False))
+    pool._nodes.gone.add(1)
+    cluster.on["a"], node = "bbbb1", pool.nodes()[1]
+    running = pool._with_processes()
+    pool.finish("a", Outcome("done"))
+    assert [list(pool._move(*one)) for one in running] == [[]], "its file is gone"
+    found = [list[Any](), running]
+    monkeypatch.setattr(pool, "_with_processes", found.pop)
+    pool._clear(node, -1.0)
+    assert 1 not in cluster.reserved
 
 
 def test_a_job_whose_process_is_on_the_node_moves_and_one_without_gpus_elsewhere_waits(
