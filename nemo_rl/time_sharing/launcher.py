@@ -468,16 +468,21 @@ def serve(chosen: argparse.Namespace) -> int:
 
 
 def _left_by(log_dir: Path) -> list[Job]:
-    """The jobs that the pool with this log had not ended, in the order of their submission. Raises PoolError: there was
-    none, or it is still open.
+    """The jobs that the pool with this log had not ended, in the order of their submission; those that cannot be read
+    are named on stderr. Raises PoolError: there was none, or it is still open.
     """
     if not (log_dir / "pool.json").is_file():
         raise PoolError(f"--continue-from {log_dir}: there is no pool.json; give the folder of a pool's log")
     for known in open_pools(lambda line: sys.stderr.write(f"{line}\n")):
         if Path(known.log_dir).resolve() == log_dir.resolve():
             raise PoolError(f"--continue-from {log_dir}: that pool, {known.name}, is still open; end it first")
-    kept, jobs = PoolState.read(log_dir / "pool.json").submissions, WaitingJobs(log_dir / "waiting")
-    return [jobs.read(one.name) for one in sorted(kept, key=lambda one: one.submitted_at) if one.outcome is None]
+    kept, jobs, left = PoolState.read(log_dir / "pool.json").submissions, WaitingJobs(log_dir / "waiting"), list[Job]()
+    for name in (one.name for one in sorted(kept, key=lambda one: one.submitted_at) if one.outcome is None):
+        try:
+            left.append(jobs.read(name))
+        except OSError as error:  # it had ended, and the disk was too full to say so
+            sys.stderr.write(f"{name}: not continued: {error}\n")
+    return left
 
 
 def _taken_over(actor: ActorHandle[object], job: Job) -> str:

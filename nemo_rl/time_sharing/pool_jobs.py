@@ -113,7 +113,7 @@ class PoolJobs(Orchestrator):
         self._residents = Residents(kept.residents)
         pool, new = handles.pool, not kept.name
         gone = range(pool.nodes - options.away, pool.nodes) if new else kept.gone
-        self._nodes = PoolNodes(handles, gone, self._keep)
+        self._nodes = PoolNodes(handles, gone, self._keep_nodes)
         self._suspended = False
         self._actors: dict[str, Any] = {}
         self._seen: dict[str, Progress] = {}
@@ -167,7 +167,7 @@ class PoolJobs(Orchestrator):
     # -- what is kept ------------------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
-        """Writes the pool's state, or leaves it to the next time where the disk is full."""
+        """Writes the pool's state under the lock, or leaves it to the next time where the disk is full."""
         try:
             self._write()
         except OSError as error:
@@ -179,6 +179,10 @@ class PoolJobs(Orchestrator):
         gone = sorted(self._nodes.gone)
         PoolState(submissions, residents, self._handles.name, self._handles.unit, gone).write(self._path)
         self._unwritten = False
+
+    def _keep_nodes(self) -> None:
+        with self._lock:
+            self._keep()
 
     def _change(self, submission: Submission, **values: object) -> None:
         """Sets fields of a submission, and keeps them."""
@@ -458,8 +462,8 @@ class PoolJobs(Orchestrator):
         """Notes that a job has ended for good, under the lock."""
         submission.waits = submission.moving = False
         submission.outcome, submission.ended_at = outcome, time.time()
-        self._waiting.drop(submission.name)
         self._keep()
+        self._waiting.drop(submission.name)
         self._notify(submission)
 
     def _notify(self, submission: Submission) -> None:

@@ -351,6 +351,32 @@ def test_a_pool_that_ends_keeps_its_jobs_for_the_next_one(cluster: Cluster, tmp_
     assert [again.take_over(job) for job in left] == ["a", "b", "late"] and len(again.begun) == 3
 
 
+def test_a_job_whose_end_could_not_be_written_is_not_continued(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool = Noded(tmp_path)
+    for name in "ab":
+        pool.submit(trains(name, (0,)))
+    monkeypatch.setattr(pool, "_write", lambda: _raises(OSError(28, "No space left on device")))
+    pool.finish("a", Outcome("done"))
+    assert [job.name for job in _left_by(tmp_path)] == ["b"]
+    assert capsys.readouterr().err.startswith("a: not continued: [Errno 2] No such file")
+
+
+def test_the_state_is_written_under_the_lock_and_before_a_job_is_forgotten(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, there = Noded(tmp_path), list[bool]()
+    pool.submit(trains("a", (0,)))
+    monkeypatch.setattr(
+        pool, "_write", lambda: there.append(pool._lock.locked() and (tmp_path / "waiting" / "a.job").exists())
+    )
+    pool.drain_node("2")
+    pool.add_node("2")
+    pool.finish("a", Outcome("done"))
+    assert there == [True] * 3
+
+
 def test_a_log_that_nothing_can_continue_from_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PoolError, match="there is no pool.json; give the folder of a pool's log"):
         _left_by(tmp_path)
