@@ -285,6 +285,7 @@ class PoolJobs(Orchestrator):
                     f"{job.name}: {self._path} cannot be written ({why_not_written(error)}); free some space there and "
                     "submit it again"
                 ) from error
+            self._seen.pop(job.name, None)  # of an earlier job of this name
             if not submission.waits:
                 self._start(job, submission)
         return job.name
@@ -571,7 +572,7 @@ class PoolJobs(Orchestrator):
         asked = {
             actors[name].progress.remote(): submission
             for name, submission in submissions.items()
-            if submission.outcome is None and name in actors
+            if submission.outcome is None and not submission.waits and name in actors
         }
         ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=1.0) if asked else ([], [])
         for answer in ready:

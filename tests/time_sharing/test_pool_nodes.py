@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from nemo_rl.time_sharing.__main__ import main, parser
 from nemo_rl.time_sharing.agents import host_use
 from nemo_rl.time_sharing.arguments import from_now
 from nemo_rl.time_sharing.launcher import _left_by, _pool_of, options_of
-from nemo_rl.time_sharing.log.pool_state import Outcome, PoolState
+from nemo_rl.time_sharing.log.pool_state import Outcome, PoolState, Progress
 from nemo_rl.time_sharing.pipelines import shared_cluster
 from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
@@ -375,6 +376,18 @@ def test_the_state_is_written_under_the_lock_and_before_a_job_is_forgotten(
     pool.add_node("2")
     pool.finish("a", Outcome("done"))
     assert there == [True] * 3
+
+
+def test_a_job_that_waits_says_for_what_and_shows_no_earlier_jobs_progress(cluster: Cluster, tmp_path: Path) -> None:
+    pool, last = Noded(tmp_path), Progress("trains", 100, 100, "")
+    pool.submit(trains("a", (2, 3), anywhere=False))
+    pool._note_progress(pool._submissions["a"], last)
+    pool.finish("a", Outcome("done"))
+    pool.drain_node("1")
+    pool.submit(trains("a", (2, 3), anywhere=False))
+    (queued,) = pool.standings()
+    assert (queued.progress, queued.why) == (None, "GPUs that it needs are away")
+    assert replace(queued, progress=last).why == queued.why, "one that has moved"
 
 
 def test_a_log_that_nothing_can_continue_from_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

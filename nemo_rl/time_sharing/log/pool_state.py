@@ -198,10 +198,10 @@ class Standing(KeptJob):
 
     @property
     def why(self) -> str:
-        """How far it is, or why it ended."""
+        """How far it is, what it waits for, or why it ended."""
         if self.outcome is not None:
             return self.outcome.reason
-        if self.progress is None:
+        if self.waits or self.progress is None:
             return self.waits
         paused = self.sharing.paused if self.sharing is not None else ""
         doing = f"; {self.progress.phase}" if self.asked else f"; {paused}" if paused else ""
