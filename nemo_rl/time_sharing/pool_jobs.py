@@ -34,6 +34,7 @@ from nemo_rl.time_sharing.agents.ray_reaper import (
     agent_variables,
 )
 from nemo_rl.time_sharing.job_queue import JobLimits, JobQueueLimits, Owner
+from nemo_rl.time_sharing.log.events import Registered
 from nemo_rl.time_sharing.log.pool_state import (
     KEPT_AND_SHOWN,
     HostLimits,
@@ -142,7 +143,7 @@ class PoolJobs(Orchestrator):
         self._begin_waiting()
         for node in self._nodes.all() if self._nodes.gone else ():
             if node.state == "draining":
-                _beside(self._clear, node)
+                _beside(self._clear, node, None, False)
 
     def _go_on_with(self, submission: Submission) -> None:
         """Watches a pipeline that a killed actor of this pool has started."""
@@ -153,6 +154,10 @@ class PoolJobs(Orchestrator):
                 agent_actor_name(submission.incarnation), namespace=agent_namespace(submission.name)
             )
         except ValueError:
+            if not (submission.asked or submission.refused or self._was_registered(submission)):
+                # The actor was killed before its process was there, and a job that waits outlives that.
+                submission.waits, submission.incarnation = True, _next_incarnation(submission.incarnation)
+                return
             died = Outcome("died", "its process was gone when the pool's actor was restarted")
             # The scheduler may be starting again, too.
             _beside(self._note_end, submission, died)
@@ -160,6 +165,12 @@ class PoolJobs(Orchestrator):
             # Calls of the killed actor to a process that was not up yet died with it.
             self._actors[submission.name].start.remote()
             self._begin_watch(submission)
+
+    def _was_registered(self, submission: Submission) -> bool:
+        """Whether the scheduler has ever known this start of a pipeline."""
+        wanted = submission.name, submission.incarnation
+        events = (entry.event for entry in LogTail(Path(self._handles.log_dir) / "scheduler.jsonl").new())
+        return any(isinstance(event, Registered) and (event.pipeline, event.incarnation) == wanted for event in events)
 
     def _begin_watch(self, submission: Submission) -> None:
         _beside(self._watch, submission)
@@ -669,11 +680,14 @@ class PoolJobs(Orchestrator):
         else:
             yield f"{name}: goes on, as it saves nothing; it fails if it is not done when the node has to leave"
 
-    def _clear(self, node: Node, within_s: float | None = None) -> None:
-        """Gives a node back, once nothing of the pool is on it."""
+    def _clear(self, node: Node, within_s: float | None, moved: bool = True) -> None:
+        """Gives a node back, once nothing of the pool is on it. `moved`: whether all jobs on it have been moved off."""
         deadline = time.monotonic() + (math.inf if within_s is None else within_s)
         while node.number in self._nodes.gone:
             try:
+                if not moved:
+                    list(self._move_off(node))
+                moved = True
                 there = [one for one, actor in self._with_processes() if self._nodes.is_on(actor, node)]
                 if time.monotonic() > deadline:
                     for one in there:

@@ -6,7 +6,7 @@ import argparse
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +21,7 @@ from nemo_rl.time_sharing.__main__ import main, parser
 from nemo_rl.time_sharing.agents import host_use
 from nemo_rl.time_sharing.arguments import from_now
 from nemo_rl.time_sharing.launcher import _left_by, _pool_of, options_of
+from nemo_rl.time_sharing.log.events import Registered
 from nemo_rl.time_sharing.log.pool_state import Outcome, PoolState, Progress
 from nemo_rl.time_sharing.pipelines import shared_cluster
 from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
@@ -28,11 +29,12 @@ from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.planning.job_placement import Mapped
 from nemo_rl.time_sharing.pool import PoolActor
-from nemo_rl.time_sharing.pool_jobs import PoolError, PoolOptions
+from nemo_rl.time_sharing.pool_jobs import PoolError, PoolJobs, PoolOptions
 from nemo_rl.time_sharing.pool_nodes import NodeError, PoolNodes
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
 from nemo_rl.time_sharing.team import TeamError, hash_of, read_team
+from nemo_rl.utils.record import RecordWriter
 
 _HOSTS = {"aaaa0": "alpha", "bbbb1": "beta", "cccc2": "gamma", "dddd3": "delta"}
 
@@ -388,6 +390,28 @@ def test_a_job_that_waits_says_for_what_and_shows_no_earlier_jobs_progress(clust
     (queued,) = pool.standings()
     assert (queued.progress, queued.why) == (None, "GPUs that it needs are away")
     assert replace(queued, progress=last).why == queued.why, "one that has moved"
+
+
+def test_a_restarted_actor_starts_what_had_not_begun_and_moves_what_it_was_to_move(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = Noded(tmp_path)
+    for name, kind in (("a", Training), ("b", Forgetful), ("c", Training)):
+        pool.submit(trains(name, (2, 3), kind, anywhere=False))
+    pool._change(pool._submissions["c"], asked="cancel")
+    pool._nodes.drain(pool.nodes()[1], None)
+    again = Noded(tmp_path)
+    until(lambda: [again._actors[name].drains for name in "abc"] == [1, 0, 1])
+    again.add_node("1")
+    with closing(RecordWriter(tmp_path / "scheduler.jsonl", source="scheduler")) as record:
+        for name, incarnation in (("a", 1), ("b", pool._submissions["b"].incarnation)):
+            record.emit(Registered(name, incarnation, "", ()))
+    monkeypatch.setattr(Noded, "_go_on_with", PoolJobs._go_on_with)
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: _raises(ValueError("there is none")))
+    again = Noded(tmp_path)
+    assert again.begun == [("a", (2, 3))] and again._submissions["a"].incarnation > pool._submissions["a"].incarnation
+    until(lambda: again._submissions["b"].outcome and again._submissions["c"].outcome)
+    assert len(again.begun) == 1
 
 
 def test_a_log_that_nothing_can_continue_from_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
