@@ -290,22 +290,22 @@ class PoolActor(PoolJobs):
         """The pool's nodes, in order."""
         return self._nodes.all()
 
-    def drain_node(self, name: str, within_s: float | None = None, token: str = "") -> list[str]:
+    def drain_node(self, name: str, within_s: float | None = None, token: str = "", request: str = "") -> list[str]:
         """Has a node cleared and given back, within so many seconds; what that means for it and for jobs, a line each.
-        Raises NodeError: see `PoolNodes.leaves`; TeamError: the user may not.
+        `request`: an id, by which it is known when Ray asks again after this actor died. Raises NodeError: see
+        `PoolNodes.leaves`; TeamError: the user may not.
         """
         with self._acting(token, DRAIN_NODE, name):
-            return self._drain_node(self._nodes.leaves(name), within_s)
+            return self._drain_nodes(request, lambda: [self._nodes.leaves(name)], within_s)
 
-    def give_back(self, gpus: int, within_s: float, token: str = "") -> list[str]:
+    def give_back(self, gpus: int, within_s: float, token: str = "", request: str = "") -> list[str]:
         """The same for as many nodes as have so many GPUs, those on which the least trains. Raises NodeError: see
         `PoolNodes.least_used`.
         """
         with self._acting(token, GIVE_BACK, f"{gpus} GPUs"):
             per_node = self._handles.pool.gpus_per_node
             trained = Counter(gpu // per_node for one in self._running() for gpu in one.train)
-            nodes = self._nodes.least_used(gpus, trained)
-            return [line for node in nodes for line in self._drain_node(node, within_s)]
+            return self._drain_nodes(request, lambda: self._nodes.least_used(gpus, trained), within_s)
 
     def add_node(self, name: str, token: str = "") -> list[str]:
         """Takes a node in; see `PoolNodes.add`."""

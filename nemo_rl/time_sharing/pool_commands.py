@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -178,7 +179,7 @@ def give_back(chosen: argparse.Namespace) -> int:
 def _leave(chosen: argparse.Namespace, method: str, what: object) -> int:
     actor, _ = _join(chosen.pool)
     before = {node.number for node in ask(actor.nodes.remote()) if node.state != "here"}
-    _say(*ask(getattr(actor, method).remote(what, chosen.by, _users_token(actor))))
+    _say(*ask(getattr(actor, method).remote(what, chosen.by, _users_token(actor), uuid.uuid4().hex)))
     limit_s = _CLEAR_S if chosen.by is None else chosen.by + _CANCEL_S
     deadline, said = time.monotonic() + limit_s, ""
     while not chosen.no_wait:
@@ -350,7 +351,7 @@ def submit_all(
         deadline = time.monotonic() + admit_delay_s
         while names and time.monotonic() < deadline and not _has_stepped(*_standings(actor, names[-1:])):
             time.sleep(_POLL_S)
-        answer = actor.submit.remote(replace(job, env=env), token)
+        answer = actor.submit.remote(replace(job, env=env, request=uuid.uuid4().hex), token)
         try:
             names.append(ask(answer))
         except KeyboardInterrupt:

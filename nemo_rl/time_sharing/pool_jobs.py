@@ -114,6 +114,7 @@ class PoolJobs(Orchestrator):
         self._residents = Residents(kept.residents)
         pool, new = handles.pool, not kept.name
         gone = range(pool.nodes - options.away, pool.nodes) if new else kept.gone
+        self._requests = kept.requests
         self._nodes = PoolNodes(handles, gone, self._keep_nodes)
         self._suspended = False
         self._actors: dict[str, Any] = {}
@@ -188,7 +189,8 @@ class PoolJobs(Orchestrator):
         submissions, residents = list(self._submissions.values()), self._residents.entries()
         self._unwritten = True
         gone = sorted(self._nodes.gone)
-        PoolState(submissions, residents, self._handles.name, self._handles.unit, gone).write(self._path)
+        name, unit = self._handles.name, self._handles.unit
+        PoolState(submissions, residents, name, unit, gone, self._requests).write(self._path)
         self._unwritten = False
 
     def _keep_nodes(self) -> None:
@@ -248,6 +250,9 @@ class PoolJobs(Orchestrator):
     def _submit(self, job: Job) -> str:
         """See `PoolActor.submit`."""
         with self._lock:
+            known = self._submissions.get(job.name)
+            if job.request and known is not None and known.request == job.request:
+                return job.name
             wanted, why = job, ""
             try:
                 job = self._placed(job)
@@ -258,7 +263,6 @@ class PoolJobs(Orchestrator):
                 limits = job.limits.within(self._options.limits)
             except ValueError as error:
                 raise PoolError(f"{job.name}: {error}") from error
-            known = self._submissions.get(job.name)
             if known is not None and known.outcome is None:
                 raise PoolError(f"a pipeline {job.name!r} runs already; cancel it, or submit under another name")
             submission = Submission(
@@ -276,6 +280,7 @@ class PoolJobs(Orchestrator):
                 saves_in=job.saves_in,
                 limits=limits,
                 needs=max(pool.gpus_in(topology.training_gpus), pool.gpus_in(topology.ranks[0])),
+                request=job.request,
             )
             if above := self._above_limit(submission):
                 raise PoolError(f"{job.name}: {above}; make it smaller, or ask an admin for a higher limit")
@@ -647,10 +652,22 @@ class PoolJobs(Orchestrator):
         self._suspended = True
         return [line for submission, actor in self._with_processes() for line in self._move(submission, actor)]
 
-    def _drain_node(self, node: Node, within_s: float | None) -> list[str]:
-        self._nodes.drain(node, within_s)
+    def _drain_nodes(self, request: str, chosen: Callable[[], list[Node]], within_s: float | None) -> list[str]:
+        """Drains the nodes of a request, which are chosen when it is first made."""
+        if (numbers := self._requests.get(request)) is None:
+            numbers = [node.number for node in chosen()]
+            if request:
+                self._requests[request] = numbers
+                self._keep_nodes()
+        return [line for number in numbers for line in self._drain_node(number, within_s)]
+
+    def _drain_node(self, number: int, within_s: float | None) -> list[str]:
+        node, leaves = self._nodes.all()[number], number in self._nodes.gone
+        if not leaves:
+            self._nodes.drain(node, within_s)
         said = [f"{node}: draining", *self._move_off(node)]
-        _beside(self._clear, node, within_s)
+        if not leaves:
+            _beside(self._clear, node, within_s)
         return said
 
     def _move_off(self, node: Node) -> Iterator[str]:

@@ -330,7 +330,7 @@ def test_jobs_are_admitted_in_turn(monkeypatch: pytest.MonkeyPatch, delay_s: flo
     monkeypatch.setattr(pool_commands, "check_code", lambda jobs: None)
     monkeypatch.setattr(pool_commands, "_standings", standings)
     monkeypatch.setattr(pool_commands, "ask", lambda answer: answer)
-    monkeypatch.setattr(pool_commands, "replace", lambda job, env: job)
+    monkeypatch.setattr(pool_commands, "replace", lambda job, **_: job)
     actor: Any = SimpleNamespace(submit=SimpleNamespace(remote=lambda job, token: submitted.append(job) or job))
     jobs: Any = ["a", "b", "c"]
     assert pool_commands.submit_all(actor, jobs, {}, admit_delay_s=delay_s) == submitted == ["a", "b", "c"]

@@ -414,6 +414,22 @@ def test_a_restarted_actor_starts_what_had_not_begun_and_moves_what_it_was_to_mo
     assert len(again.begun) == 1
 
 
+def test_what_is_asked_again_after_the_actor_died_is_done_once(cluster: Cluster, tmp_path: Path) -> None:
+    pool, job = Noded(tmp_path), replace(trains("a", (0,), anywhere=False), request="one")
+    cluster.on["a"] = "cccc2"
+    said = [
+        "node 2 (gamma, cccc2): draining",
+        "a: finishes its step, saves, and goes on where it has a place",
+    ]
+    assert pool.submit(job) == "a" and pool.give_back(2, 60.0, request="two") == said
+    again = Noded(tmp_path)
+    assert again.submit(job) == "a" and not again.begun
+    assert again.give_back(2, 60.0, request="two") == said == again.drain_node("2", request="two")
+    assert again._nodes.gone == {2, 3}
+    with pytest.raises(PoolError, match="a pipeline 'a' runs already"):
+        again.submit(replace(job, request="three"))
+
+
 def test_a_log_that_nothing_can_continue_from_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PoolError, match="there is no pool.json; give the folder of a pool's log"):
         _left_by(tmp_path)

@@ -142,6 +142,7 @@ class Submission(KeptJob):
     limits: HostLimits = HostLimits()
     needs: float = 0.0  # GPUs that it must be able to hold at once
     notified: bool = False  # whether the pool's webhook has its end
+    request: str = ""  # of its user; see `Job.request`
 
     @property
     def is_ending(self) -> bool:
@@ -217,6 +218,7 @@ class PoolState:
     name: str = ""
     unit: str = "GPU"
     gone: list[int] = field(default_factory=list)  # nodes that are to leave, or away
+    requests: dict[str, list[int]] = field(default_factory=dict)  # that nodes leave, and which ones do
 
     def write(self, path: Path) -> None:
         """Replaces the state file atomically, and waits for the disk."""

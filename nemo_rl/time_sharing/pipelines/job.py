@@ -153,6 +153,7 @@ class Job:
     wishes: Wishes = Wishes()
     limits: HostLimits = HostLimits()  # what it may take of its hosts, below what the pool allows
     unix_user: str = ""  # as whom the pool runs it; the pool's own user where empty
+    request: str = ""  # an id; the same one is no second submission, but asked again after the pool's actor died
 
     @property
     def kind(self) -> Kind:
