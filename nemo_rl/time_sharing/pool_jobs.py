@@ -211,10 +211,10 @@ class PoolJobs(Orchestrator):
         """Those of them that have begun."""
         return [submission for submission in self._open() if not submission.waits]
 
-    def _with_processes(self) -> list[tuple[Submission, Any]]:
-        """The same, with their processes; a job that is being started comes with its own, too."""
+    def _started(self) -> list[Submission]:
+        """Those of them with a process; waits for one that is being started."""
         with self._lock:
-            return [(one, self._actors[one.name]) for one in self._running() if one.name in self._actors]
+            return [one for one in self._running() if one.name in self._actors]
 
     def _known(self, name: str) -> Submission:
         if name not in self._submissions:
@@ -522,10 +522,9 @@ class PoolJobs(Orchestrator):
     def _end_processes(self, name: str) -> None:
         import ray
 
-        known: Mapping[str, Any] = ray.get(self._handles.scheduler.describe.remote(), timeout=ANSWER_S)["pipelines"]
+        known = ray.get(self._handles.scheduler.describe.remote(), timeout=ANSWER_S)["pipelines"].get(name, {})
         self.unregister_pipeline(name)
-        registered = known.get(name, {}).get("incarnation") == self._submissions[name].incarnation
-        if not registered and name in self._actors:
+        if known.get("incarnation") != self._submissions[name].incarnation and name in self._actors:
             # Its process is coming up, or has failed before: the scheduler knows nothing that it could end.
             ray.kill(self._actors[name], no_restart=True)
 
@@ -538,7 +537,7 @@ class PoolJobs(Orchestrator):
             try:
                 return self._end_processes(name)
             except ray.exceptions.RayError as error:
-                if said != (said := first_line(error)):
+                if said != (said := first_line(getattr(error, "cause", error))):
                     logger.error("pipeline=%s event=not_unregistered_yet reason=%s", name, said)
             time.sleep(_NODE_S)
 
@@ -567,10 +566,7 @@ class PoolJobs(Orchestrator):
             return left
         try:
             does: str = ray.get(self._actors[name].drain.remote(), timeout=ANSWER_S)
-        except (
-            KeyError,
-            ray.exceptions.RayError,
-        ) as error:  # KeyError: its process is gone, and its end is being noted
+        except (KeyError, ray.exceptions.RayError) as error:  # KeyError: a restarted pool found no process
             raise PoolError(f"{name}: does not answer ({type(error).__name__}); cancel it") from error
         self._change(submission, asked="drain")
         return f"draining: {does}"
@@ -650,37 +646,36 @@ class PoolJobs(Orchestrator):
     def suspend(self) -> list[str]:
         """Has the jobs save and wait for a pool that continues from this one's log; what each does, a line."""
         self._suspended = True
-        return [line for submission, actor in self._with_processes() for line in self._move(submission, actor)]
+        return [line for submission in self._started() for line in self._move(submission)]
 
     def _drain_nodes(self, request: str, chosen: Callable[[], list[Node]], within_s: float | None) -> list[str]:
         """Drains the nodes of a request, which are chosen when it is first made."""
         if (numbers := self._requests.get(request)) is None:
             numbers = [node.number for node in chosen()]
             if request:
-                self._requests[request] = numbers
-                self._keep_nodes()
-        return [line for number in numbers for line in self._drain_node(number, within_s)]
-
-    def _drain_node(self, number: int, within_s: float | None) -> list[str]:
-        node, leaves = self._nodes.all()[number], number in self._nodes.gone
-        if not leaves:
-            self._nodes.drain(node, within_s)
-        said = [f"{node}: draining", *self._move_off(node)]
-        if not leaves:
-            _beside(self._clear, node, within_s)
+                with self._lock:
+                    self._requests[request] = numbers
+                    self._keep()
+        said: list[str] = []
+        for node in map(self._nodes.all().__getitem__, numbers):
+            if new := node.number not in self._nodes.gone:
+                self._nodes.drain(node, within_s)
+            said += [f"{node}: draining", *self._move_off(node)]
+            if new:
+                _beside(self._clear, node, within_s)
         return said
 
     def _move_off(self, node: Node) -> Iterator[str]:
         """Drains the jobs that train or have their process on a node, so that they begin again elsewhere."""
         gone, per_node = self._nodes.gpus_gone(), self._handles.pool.gpus_per_node
-        for submission, actor in self._with_processes():
+        for submission in self._started():
             trains = any(gpu // per_node == node.number for gpu in submission.train)
-            if trains or self._nodes.is_on(actor, node):
-                yield from self._move(submission, actor)
+            if trains or self._nodes.is_on(self._actors[submission.name], node):
+                yield from self._move(submission)
             elif gone.issuperset(submission.infer):
                 yield f"{submission.name}: waits until a node of its GPUs is back"
 
-    def _move(self, submission: Submission, actor: Any) -> Iterator[str]:
+    def _move(self, submission: Submission) -> Iterator[str]:
         name = submission.name
         with self._lock:
             if submission.outcome is not None:
@@ -689,7 +684,7 @@ class PoolJobs(Orchestrator):
             self._keep()
             resumes = self._waiting.read(name).resumes
         if resumes:
-            actor.drain.remote()
+            self._actors[name].drain.remote()
             where = "in the next pool" if self._suspended else "where it has a place"
             yield f"{name}: finishes its step, saves, and goes on {where}"
         elif self._suspended:
@@ -705,7 +700,7 @@ class PoolJobs(Orchestrator):
                 if not moved:
                     list(self._move_off(node))
                 moved = True
-                there = [one for one, actor in self._with_processes() if self._nodes.is_on(actor, node)]
+                there = [one for one in self._started() if self._nodes.is_on(self._actors[one.name], node)]
                 if time.monotonic() > deadline:
                     for one in there:
                         if self._waiting.read(one.name).resumes:

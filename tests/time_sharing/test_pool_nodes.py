@@ -271,11 +271,11 @@ def test_a_node_is_cleared_whatever_fails_once_and_a_job_that_has_ended_does_not
     pool.submit(trains("a", (2,), anywhere=False))
     pool._nodes.gone.add(1)
     cluster.on["a"], node = "bbbb1", pool.nodes()[1]
-    running = pool._with_processes()
+    running = pool._started()
     pool.finish("a", Outcome("done"))
-    assert [list(pool._move(*one)) for one in running] == [[]], "its file is gone"
+    assert [list(pool._move(one)) for one in running] == [[]], "its file is gone"
     found = [list[Any](), running]
-    monkeypatch.setattr(pool, "_with_processes", found.pop)
+    monkeypatch.setattr(pool, "_started", found.pop)
     pool._clear(node, -1.0)
     assert 1 not in cluster.reserved
 

@@ -218,7 +218,7 @@ class PoolState:
     name: str = ""
     unit: str = "GPU"
     gone: list[int] = field(default_factory=list)  # nodes that are to leave, or away
-    requests: dict[str, list[int]] = field(default_factory=dict)  # that nodes leave, and which ones do
+    requests: dict[str, list[int]] = field(default_factory=dict)  # ids of requests for nodes to leave, and those nodes
 
     def write(self, path: Path) -> None:
         """Replaces the state file atomically, and waits for the disk."""
