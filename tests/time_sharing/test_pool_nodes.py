@@ -403,6 +403,8 @@ def test_a_restarted_actor_starts_what_had_not_begun_and_moves_what_it_was_to_mo
     again = Noded(tmp_path)
     until(lambda: [again._actors[name].drains for name in "abc"] == [1, 0, 1])
     again.add_node("1")
+    for submission in again._submissions.values():
+        again._change(submission, moving=False)
     with closing(RecordWriter(tmp_path / "scheduler.jsonl", source="scheduler")) as record:
         for name, incarnation in (("a", 1), ("b", pool._submissions["b"].incarnation)):
             record.emit(Registered(name, incarnation, "", ()))
