@@ -322,7 +322,9 @@ def _pool_opened(state: SchedulerState, event: ev.PoolOpened, at: float) -> None
     state.limits = limits_from(event.limits)
     state.owner = [None] * state.pool.size
     state.trainers = [0] * state.pool.size
-    state.draining, state.away, state.withheld = {}, set(), set()
+    state.draining.clear()
+    state.away.clear()
+    state.withheld.clear()
 
 
 def _state_saved(state: SchedulerState, event: StateSaved, at: float) -> None:
