@@ -429,15 +429,17 @@ class PoolJobs(Orchestrator):
     def _watch(self, submission: Submission) -> None:
         import ray
 
-        actor = self._actors[submission.name]
-        try:
-            outcome: Outcome = ray.get(actor.outcome.remote())
-        except ray.exceptions.RayError as error:
-            outcome = Outcome("died", how_it_ended(error))
-        else:
-            # The process may be gone by now; how the run ended is known.
-            with suppress(ray.exceptions.RayError):
-                self._note_progress(submission, ray.get(actor.progress.remote(), timeout=ANSWER_S))
+        actor, outcome = self._actors[submission.name], None
+        while outcome is None:
+            try:
+                outcome = ray.get(actor.outcome.remote())
+            except ray.exceptions.ActorUnavailableError:
+                time.sleep(_NODE_S)  # a connection broke: Ray finds out whether the process is gone, and why
+            except ray.exceptions.RayError as error:
+                outcome = Outcome("died", how_it_ended(error))
+        # The process may be gone by now; how the run ended is known.
+        with suppress(ray.exceptions.RayError):
+            self._note_progress(submission, ray.get(actor.progress.remote(), timeout=ANSWER_S))
         if submission.asked == "cancel" and outcome.kind != "done":
             seen = self._seen.get(submission.name)
             at = f"at step {seen.step} of {seen.of}; its last finished checkpoint stays" if seen and seen.of else ""
@@ -565,7 +567,7 @@ class PoolJobs(Orchestrator):
         if left := self._leave_queue(submission, "drained"):
             return left
         try:
-            does: str = ray.get(self._actors[name].drain.remote(), timeout=ANSWER_S)
+            does: str = ray.get(self._process_of(name).drain.remote(), timeout=ANSWER_S)
         except (KeyError, ray.exceptions.RayError) as error:  # KeyError: a restarted pool found no process
             raise PoolError(f"{name}: does not answer ({type(error).__name__}); cancel it") from error
         self._change(submission, asked="drain")
@@ -614,7 +616,7 @@ class PoolJobs(Orchestrator):
             raise PoolError(f"{name}: has ended already: {submission.outcome.kind}")
         if submission.waits:
             raise PoolError(f"{name}: has not begun: {self._why_it_waits(submission) or _NEXT}")
-        method = getattr(self._actors[name], "adapters", None)
+        method = getattr(self._process_of(name), "adapters", None)
         if method is None:
             raise PoolError(f"{name}: is no job of adapters")
         try:
@@ -625,6 +627,11 @@ class PoolJobs(Orchestrator):
             raise
         except ray.exceptions.RayError as error:
             raise PoolError(f"{name}: does not answer ({type(error).__name__})") from error
+
+    def _process_of(self, name: str) -> Any:
+        if name not in self._actors:
+            raise PoolError(f"{name}: is just being started; ask again in a few seconds")
+        return self._actors[name]
 
     def students(self, name: str) -> list[str]:
         """The jobs that name this one as a teacher of theirs and have not ended."""

@@ -363,8 +363,8 @@ MUTANTS = (
     Mutant(
         "slices-ignored",
         _SHARING,
-        "awake[rank].slice_began() + slice_seconds(plan_state, name)",
-        "awake[rank].slice_began()",
+        "return awake.slice_began() + seconds",
+        "return awake.slice_began()",
         "a rank is moved before its time slice is over",
     ),
     Mutant(

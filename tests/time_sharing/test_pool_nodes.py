@@ -223,7 +223,9 @@ def test_an_end_is_noted_as_it_was_once_the_scheduler_answers(
     for name, outcome in (("a", Outcome("done")), ("b", Outcome("failed", "DirectoryInUse"))):
         pool.submit(trains(name, (0,)))
         pool.scheduler.trouble = [full_disk, gone]
-        pool._actors[name].outcome = SimpleNamespace(remote=lambda outcome=outcome: outcome)
+        answers = [_raises, lambda _, outcome=outcome: outcome]
+        away = ray.exceptions.ActorUnavailableError("its connection broke", None)
+        pool._actors[name].outcome = SimpleNamespace(remote=lambda answers=answers, away=away: answers.pop(0)(away))
         pool._actors[name].progress = SimpleNamespace(remote=lambda: _raises(gone))
         pool._watch(pool._submissions[name])
         assert pool._submissions[name].outcome == outcome

@@ -484,9 +484,9 @@ class FairnessChecks:
         if self._quotas.nodes and taker.spec.min_share:
             least = min(math.ceil(taker.spec.min_share * taker.ranks - 1e-9), taker.useful)
             share = max(share, taker.tp * min(least, int(pull[by] / taker.tp + 1e-9)))
-        if self._quotas.promised and pull[name] - giver.fixed < giver.tp:
-            # One that is due less than a rank gives it to those who lack one.
-            share = max(share, taker.fixed + taker.tp, pull[by] + taker.tp / 2)
+        if self._quotas.promised and giver.gpus + giver.tp > pull[name]:
+            # What both are due is rounded to whole ranks.
+            share = max(share, taker.fixed + taker.tp, pull[by] + taker.tp)
         # A rank that is wider than the taker's gives up more GPUs than are taken.
         slack = max(0, giver.tp - taker.tp)
         if taker.gpus > share * (1 + 1e-9) + slack:

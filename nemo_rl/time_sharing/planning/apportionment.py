@@ -50,11 +50,13 @@ class PipelineShare:
     work and weight alone; pipelines that want the same GPUs are compared by these, since the bounds of a share
     elsewhere in the pool do not concern these GPUs. minimum: guaranteed GPUs. `ranks_up` and `gpus`: its present ranks
     and GPUs; `now`: its present service, `less_one` that with one rank less; `surplus`: it has more ranks than it can
-    use; `none_due`: by the shares of a team it gives up its ranks to those who lack one, and takes none that is of use.
-    `free_ranks`: ranks on GPUs that are still free when the scan comes to them.
+    use. By the shares of a team, `due`: its whole ranks, None without shares; `spares`: it has more; `none_due`: it is
+    due none, and takes none that is of use to its holder. `free_ranks`: ranks on GPUs that are still free when the scan
+    comes to them.
     """
 
     __slots__ = (
+        "due",
         "entitled",
         "fixed",
         "free_ranks",
@@ -67,6 +69,7 @@ class PipelineShare:
         "pull",
         "ranks",
         "ranks_up",
+        "spares",
         "surplus",
         "target",
         "tp",
@@ -81,7 +84,8 @@ class PipelineShare:
         self.ranks, self.tp = plan_state.ranks_of(name), plan_state.tp[name]
         self.useful, self.fixed = plan_state.useful[name], plan_state.fixed_gpus[name]
         self.free_ranks: Iterator[int] = iter(())
-        self.none_due = name in plan_state.none_due
+        self.due = plan_state.due.get(name)
+        self.none_due = self.due == 0
         self.update(plan_state.counts[name])
 
     def served(self, gpus: int) -> float:
@@ -95,8 +99,8 @@ class PipelineShare:
 
     @property
     def lacks(self) -> bool:
-        """Whether one more rank brings it nearer to what it pulls, or is its first."""
-        return self.ranks_up == 0 or self.gpus + self.tp / 2 <= self.pull
+        """Whether it has fewer ranks than it is due."""
+        return self.due is not None and self.ranks_up < self.due
 
     def update(self, ranks: int) -> None:
         """Takes in how many ranks it has, or will have."""
@@ -105,6 +109,7 @@ class PipelineShare:
         self.gpus = gpus = self.fixed + ranks * tp
         less = gpus - tp
         self.surplus = ranks > self.useful
+        self.spares = self.due is not None and ranks > self.due
         if self.none_due:
             self.now = self.less_one = math.inf
             return
@@ -119,7 +124,7 @@ class WithoutDemand(PipelineShare):
 
     def __init__(self) -> None:
         self.now = self.less_one = math.inf
-        self.surplus = self.none_due = True
+        self.surplus, self.none_due, self.spares = True, False, False
 
 
 def divide(plan_state: PlanState, result: Plan) -> dict[str, PipelineShare]:
@@ -151,34 +156,34 @@ def _by_quotas(plan_state: PlanState, claimants: Sequence[Claimant]) -> Division
     return divide_by_quotas(plan_state.budget, leaves, plan_state.quotas, plan_state.use)
 
 
-def find_none_due(plan_state: PlanState) -> None:
-    """Marks the pipelines to which the shares of a team leave no rank now. Where jobs outnumber GPUs each would have
+def find_due(plan_state: PlanState) -> None:
+    """Works out how many ranks each pipeline is due by the shares of a team. Where jobs outnumber GPUs each would have
     one of its own otherwise, and who has more jobs more of the pool.
 
     What the groups, and the users in each, are due is rounded to whole GPUs; of a user's jobs that are due less than
     a rank as many have one as that allows: those of high priority, then those whose slices began last, then those that
-    wait the longest.
+    wait the longest. What is left then rounds up what others are due.
     """
     claimants = claimants_of(plan_state)
     pulls = _by_quotas(plan_state, claimants).pulls if claimants else {}
     due = {name: pull - plan_state.fixed_gpus[name] for name, pull in pulls.items()}
-    plan_state.none_due = set(_none_due(plan_state, due, list(due), 0, round(sum(due.values()))))
+    _round_down_the_tree(plan_state, due, list(due), 0, round(sum(due.values())))
 
 
 _STAYS = 0.1
-"""How much less than another part of a GPU that of a node may be which has a GPU for it already."""
+"""How much less than another part of a GPU that of a node or a job may be which has a GPU for it already."""
 
 
-def _none_due(
+def _round_down_the_tree(
     plan_state: PlanState, due: dict[str, float], names: Sequence[str], depth: int, budget: int
-) -> Iterator[str]:
-    """Those of the pipelines below a node at this depth of the tree for which its budget leaves no rank."""
+) -> None:
+    """Divides a budget of whole GPUs among the pipelines below a node at this depth, who are due these GPUs."""
     parts: dict[str, list[str]] = {}
     for name in names:
         above = plan_state.above[name]
         parts.setdefault(above[-1 - depth] if depth < len(above) else "", []).append(name)
     if not parts.keys() - {""}:
-        yield from _beyond(plan_state, due, names, budget)
+        _round_to_ranks(plan_state, due, names, budget)
         return
     gpus = {node: max(sum([due[name] for name in below]), 0.0) for node, below in parts.items()}
     whole = {node: int(part + 1e-9) for node, part in gpus.items()}
@@ -191,23 +196,24 @@ def _none_due(
     for node in sorted(parts, key=order):
         more = left > 0 and gpus[node] > whole[node]
         left -= more
-        yield from _none_due(plan_state, due, parts[node], depth + 1, whole[node] + more)
+        _round_down_the_tree(plan_state, due, parts[node], depth + 1, whole[node] + more)
 
 
-def _beyond(plan_state: PlanState, due: dict[str, float], names: Sequence[str], budget: float) -> Iterator[str]:
-    few: list[tuple[bool, float, str]] = []
+def _round_to_ranks(plan_state: PlanState, due: dict[str, float], names: Sequence[str], budget: float) -> None:
+    turns: list[tuple[bool, bool, float, str]] = []
     for name in names:
-        pipeline, tp = plan_state.pipelines[name], plan_state.tp[name]
-        ranks = max(int(due[name] / tp + 1e-9), pipeline.spec.is_high)
+        pipeline, tp, has = plan_state.pipelines[name], plan_state.tp[name], plan_state.counts[name]
+        ranks = plan_state.due[name] = max(int(due[name] / tp + 1e-9), pipeline.spec.is_high)
         budget -= ranks * tp
-        if not ranks:
+        if ranks:
+            turns.append((True, False, ranks - due[name] / tp - (_STAYS if has > ranks else 0.0), name))
+        else:
             began = max([awake.slice_began() for awake in pipeline.awake.values()], default=plan_state.now)
-            has = plan_state.counts[name] > 0
-            few.append((not has, -began if has else pipeline.unscheduled_since or math.inf, name))
-    for _, _, name in sorted(few):
-        if budget < plan_state.tp[name] / 2:
-            yield name
-        budget -= plan_state.tp[name]
+            turns.append((False, not has, -began if has else pipeline.unscheduled_since or math.inf, name))
+    for *_, name in sorted(turns):
+        if budget >= plan_state.tp[name] / 2:
+            plan_state.due[name] += 1
+            budget -= plan_state.tp[name]
 
 
 def leaves_of(plan_state: PlanState, claimants: Sequence[Claimant]) -> list[Leaf]:
@@ -272,6 +278,8 @@ class _Moves:
         willing = _willing(holders, self._bar(taker))
         if taker.none_due:
             willing = {giver for giver in willing if giver.surplus}
+        elif taker.lacks:
+            willing |= {giver for giver in set(holders) if giver is not None and giver.spares}
         if taker.tp > 1:
             self._take_wide(taker, _wide_options(self._plan_state, taker, holders, willing, self._shares))
         elif willing:
@@ -295,9 +303,9 @@ class _Moves:
                 continue
             if not giver.surplus and (
                 taker.none_due
-                or (giver.none_due and not taker.lacks)
-                or giver.now < bar
-                or giver.less_one < after
+                or (
+                    not (taker.lacks and giver.spares) and (giver.none_due or giver.now < bar or giver.less_one < after)
+                )
                 or plan_state.now < _slice_end(plan_state, lease.pipeline, lease.rank)
             ):
                 continue
@@ -463,9 +471,11 @@ def _may_give(
         if ranks >= plan_state.useful[donor] or donor not in shares:
             continue
         giver = shares[donor]
-        if taker.none_due or (giver.none_due and not taker.lacks):
+        if taker.none_due:
             return False
-        if not giver.none_due and (giver.now < bar[0] or giver.served(giver.fixed + ranks * giver.tp) < bar[1]):
+        if taker.lacks and giver.due is not None and ranks >= giver.due:
+            continue
+        if giver.none_due or giver.now < bar[0] or giver.served(giver.fixed + ranks * giver.tp) < bar[1]:
             return False
     return not in_slice(plan_state, donors)
 
@@ -509,7 +519,7 @@ def serve_unscheduled(plan_state: PlanState, result: Plan, name: str, pipeline: 
             result.replan_by(until)
     could_wake, ranks, short = candidates(plan_state, pipeline), pipeline.topology.ranks, None
     near_limit = plan_state.is_near_limit(name)
-    waits = name in plan_state.none_due and not starved
+    waits = plan_state.due.get(name) == 0 and not starved
     if waits:
         result.replan_by(due)
     for rank in could_wake:
@@ -530,7 +540,7 @@ def serve_unscheduled(plan_state: PlanState, result: Plan, name: str, pipeline: 
                     continue
                 held = min(plan_state.pipelines[d].awake[r].slice_began() for d, r in donors)
                 spare = min(plan_state.spare_ranks(d) - given_by(d, donors) for d, _ in donors)
-                kept = any(d not in plan_state.none_due for d, _ in donors)
+                kept = any(plan_state.due.get(d) != 0 for d, _ in donors)
                 options.append((rank not in pipeline.warm, kept, -spare, held, rank, donors))
             elif donors is None and (slice_end := _slice_end_on(plan_state, gpus)) > plan_state.now:
                 # Otherwise a rank is on its way up, and its arrival brings the next plan.

@@ -295,7 +295,8 @@ class PlanState:
         self.initialising: set[str] = set()
         self.tp: dict[str, int] = {name: p.topology.tp for name, p in snapshot.pipelines.items()}
         self.time_slices: dict[str, float] = {}
-        self.none_due: Set[str] = frozenset()
+        # By the shares of a team, in whole ranks.
+        self.due: dict[str, int] = {}
         self._usual_holds: dict[Priority, float] = {}
         self.scavengers = {name for name, p in snapshot.pipelines.items() if p.spec.scavenges}
         self.useful: dict[str, int] = {name: useful_ranks(p) for name, p in snapshot.pipelines.items()}

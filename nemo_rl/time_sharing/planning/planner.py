@@ -144,7 +144,7 @@ def _after_the_queue(snapshot: Snapshot, now: float, ahead_of: float = math.inf)
     """The plan as far as the requests in the queue, or those before this place in it, are served or wait."""
     plan_state = PlanState(snapshot, now)
     if snapshot.quotas.promised:
-        apportionment.find_none_due(plan_state)
+        apportionment.find_due(plan_state)
     if snapshot.limits.max_initialising:
         plan_state.initialising = {
             name for name, pipeline in snapshot.pipelines.items() if _initialises(snapshot, pipeline)
