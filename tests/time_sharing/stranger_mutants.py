@@ -370,8 +370,8 @@ MUTANTS = (
     Mutant(
         "worse-served-give",
         _SHARING,
-        "                giver.now < bar\n                or giver.less_one < after\n",
-        "                giver.now < -1\n",
+        "(giver.none_due or giver.now < bar or giver.less_one < after)",
+        "giver.none_due",
         "a rank moves from one that is served worse",
     ),
     Mutant(
