@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from operator import attrgetter
@@ -139,6 +139,7 @@ def divide(plan_state: PlanState, result: Plan) -> dict[str, PipelineShare]:
         pulls = {c.name: c.claim * level for c in claimants}
     else:
         entitled, pulls = _by_quotas(plan_state, claimants)
+        _round(plan_state, pulls)
         # The minimum of a job is one within what its user has.
         within = {c.name: int(pulls[c.name] / c.rank_gpus + 1e-9) * c.rank_gpus for c in claimants}
         claimants = [c._replace(minimum=min(c.minimum, within[c.name])) for c in claimants]
@@ -157,17 +158,23 @@ def _by_quotas(plan_state: PlanState, claimants: Sequence[Claimant]) -> Division
 
 
 def find_due(plan_state: PlanState) -> None:
-    """Works out how many ranks each pipeline is due by the shares of a team. Where jobs outnumber GPUs each would have
-    one of its own otherwise, and who has more jobs more of the pool.
+    """Works out how many ranks each pipeline is due by the shares of a team, for the queue; `divide` does so again for
+    what is left. Where jobs outnumber GPUs each would have one of its own otherwise, and who has more jobs more of the
+    pool.
 
     What the groups, and the users in each, are due is rounded to whole GPUs; of a user's jobs that are due less than
     a rank as many have one as that allows: those of high priority, then those whose slices began last, then those that
     wait the longest. What is left then rounds up what others are due.
     """
     claimants = claimants_of(plan_state)
-    pulls = _by_quotas(plan_state, claimants).pulls if claimants else {}
-    due = {name: pull - plan_state.fixed_gpus[name] for name, pull in pulls.items()}
-    _round_down_the_tree(plan_state, due, list(due), 0, round(sum(due.values())))
+    if claimants:
+        _round(plan_state, _by_quotas(plan_state, claimants).pulls)
+
+
+def _round(plan_state: PlanState, pulls: Mapping[str, float]) -> None:
+    if plan_state.quotas.promised:
+        due = {name: pull - plan_state.fixed_gpus[name] for name, pull in pulls.items()}
+        _round_down_the_tree(plan_state, due, list(due), 0, round(sum(due.values())))
 
 
 _STAYS = 0.1
