@@ -370,8 +370,8 @@ MUTANTS = (
     Mutant(
         "worse-served-give",
         _SHARING,
-        "(giver.none_due or giver.now < bar or giver.less_one < after)",
-        "giver.none_due",
+        "giver.now >= bar and giver.less_one >= after if",
+        "giver.now >= -1 if",
         "a rank moves from one that is served worse",
     ),
     Mutant(

@@ -113,7 +113,10 @@ def test_no_more_is_divided_than_there_is_and_all_of_it_where_it_can_be_used(
     assert all(pull > 0 for pull in found.pulls.values()) and sum(found.pulls.values()) <= budget * (1 + 1e-4)
     # The checker works the same out in its own way.
     pullers = [quota_checks.Puller(one.claimant.name, one.above, one.claimant.claim, one.fixed) for one in leaves]
-    assert quota_checks.pulls(Quotas(nodes, 60.0), use, budget, pullers) == pytest.approx(found.pulls, rel=1e-9)
+    assert quota_checks.pulls(Quotas(nodes, 60.0), use, budget, pullers) == pytest.approx(found.pulls, rel=1e-6)
+    bounded = [one._replace(most=leaf.claimant.maximum) for one, leaf in zip(pullers, leaves, strict=True)]
+    within = quota_checks.entitlements(Quotas(nodes, 60.0), use, budget, bounded)
+    assert within == pytest.approx(found.entitled, rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -226,3 +226,12 @@ def test_a_job_whose_nodes_are_all_away_pulls_at_nothing_for_the_checker_either(
     checks._end_plan()
     assert sum(isinstance(event, Claimed) and event.pipeline == "here" for _, event in record) == 3
     assert checks.found == []
+
+
+def test_a_wide_rank_partly_on_gpus_to_train_on_makes_way_under_the_limit() -> None:
+    fleet = team(8, LIMITED[0]._replace(limit=5.0), LIMITED[1])
+    add(fleet, "a", train=(2, 3, 4, 6, 7), tp=2)
+    fleet.wake("a", 2, 3)
+    fleet.want("a", at=50.0)
+    assert not go(fleet, 100.0).grants
+    assert [grant.gpus for grant in go(fleet, 101.0).grants] == [(2, 3, 4, 6, 7)]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from nemo_rl.time_sharing.history.absences import NODE_EVENTS, Absences, NodeEvent
 from nemo_rl.time_sharing.history.clocks import Clocks
-from nemo_rl.time_sharing.history.quota_checks import Puller, pulls
+from nemo_rl.time_sharing.history.quota_checks import Puller, entitlements, pulls
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.events import Registered
 from nemo_rl.time_sharing.protocol.quotas import NO_QUOTAS, Quotas
@@ -479,14 +479,16 @@ class FairnessChecks:
             return
         if self._quotas.nodes and not self._knows_all:
             return  # those that were registered before the log lost its end pull, too
-        pull = {name: giver.pull, by: taker.pull} if not self._quotas.nodes else self._pulls()
+        pull = {name: giver.pull, by: taker.pull} if not self._quotas.nodes else self._parts(pulls)
         share = (giver.gpus + taker.gpus) * pull[by] / (pull[name] + pull[by])
         if self._quotas.nodes and taker.spec.min_share:
             least = min(math.ceil(taker.spec.min_share * taker.ranks - 1e-9), taker.useful)
             share = max(share, taker.tp * min(least, int(pull[by] / taker.tp + 1e-9)))
-        if self._quotas.promised and giver.gpus + giver.tp > pull[name]:
-            # What both are due is rounded to whole ranks.
-            share = max(share, taker.fixed + taker.tp, pull[by] + taker.tp)
+        if self._quotas.promised:
+            # What both are due is rounded to whole ranks, and a first one is due to one of high priority.
+            due = self._parts(entitlements)
+            rounds = giver.gpus + giver.tp > due[name] * (1 - 1e-6)
+            share = max(taker.fixed + taker.tp, due[by] + taker.tp) if rounds else -1.0
         # A rank that is wider than the taker's gives up more GPUs than are taken.
         slack = max(0, giver.tp - taker.tp)
         if taker.gpus > share * (1 + 1e-9) + slack:
@@ -494,32 +496,38 @@ class FairnessChecks:
                 (
                     11,
                     f"a rank of {name} goes to {by} at {self._time:.1f} s, which has {taker.gpus} GPUs then; its share "
-                    f"of what both have is {share:.1f} ({taker.demand} samples, {giver.demand} of {name})",
+                    f"of what both have is {share:.1f} ({taker.demand} samples, {giver.demand} of {name}, which has "
+                    f"{giver.gpus} GPUs then)",
                 )
             )
 
-    def _pulls(self) -> dict[str, float]:
-        """How strongly each pipeline with demand pulls, by the quotas."""
-        pullers = [
-            Puller(
-                name,
-                self._quotas.above(one.spec),
-                one.pull if one.useful and not one.spec.scavenges and self._could_wake(one) else 0.0,
-                one.fixed,
-            )
-            for name, one in self._pipelines.items()
-        ]
+    def _parts(self, division: Callable[..., dict[str, float]]) -> dict[str, float]:
+        """The parts of the pool of each pipeline with demand by the quotas, divided in one way or the other."""
+        pullers = (self._puller(name, one) for name, one in self._pipelines.items())
         used = (one for one in pullers if one.work or one.fixed)
         slots = frozenset(range(self._bound.absences.pool.slots))
-        return pulls(self._quotas, self._use, len(slots - self._bound.absences.gone - self._quarantines), used)
+        return division(self._quotas, self._use, len(slots - self._bound.absences.gone - self._quarantines), used)
 
-    def _could_wake(self, pipeline: _Pipeline) -> bool:
-        """Whether a rank of a pipeline is on nodes that stay, or it trains on one that is to leave, and may have it."""
+    def _puller(self, name: str, pipeline: _Pipeline) -> Puller:
+        useful = min(pipeline.useful, self._could_wake(pipeline)) * (not pipeline.spec.scavenges)
+        trains = any(
+            whose == name and r.asked[2] is Priority.ACTOR_TRAINING for (whose, _), r in self._requests.items()
+        )
+        least = min(math.ceil(pipeline.spec.min_share * pipeline.ranks - 1e-9), useful) * pipeline.tp
+        most = pipeline.gpus if trains else useful * pipeline.tp + pipeline.fixed
+        work = pipeline.pull if useful else 0.0
+        above = self._quotas.above(pipeline.spec)
+        return Puller(name, above, work, pipeline.fixed, min(least, most), most if useful else pipeline.fixed)
+
+    def _could_wake(self, pipeline: _Pipeline) -> int:
+        """How many ranks of a pipeline are on nodes that stay; all of one that trains on a node that is to leave, which
+        it may have until then.
+        """
         gone, leaving = self._bound.absences.gone, self._bound.absences.gone - self._bound.absences.away
         trained_on = frozenset[int]().union(*(gpus for name, gpus in pipeline.clusters.items() if name != ACTOR_INFER))
         if not gone or not leaving.isdisjoint(trained_on):
-            return True
-        return any(gone.isdisjoint(pipeline.rank_gpus(rank)) for rank in range(pipeline.ranks))
+            return pipeline.ranks
+        return sum(gone.isdisjoint(pipeline.rank_gpus(rank)) for rank in range(pipeline.ranks))
 
 
 MOST_WEIGHT = 4.0

@@ -6,6 +6,7 @@ believed about what was had before.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -156,27 +157,53 @@ class QuotaChecks:
 
 
 class Puller(NamedTuple):
-    """A job: the nodes above it, weight x work (0 without demand), and the slots that it trains on."""
+    """A job: the nodes above it, weight x work (0 without demand), the slots that it trains on, and the least and the
+    most that it may have with those.
+    """
 
     name: str
     above: tuple[str, ...]
     work: float
     fixed: int
+    least: float = 0.0
+    most: float = math.inf
 
 
 def pulls(quotas: Quotas, use: Mapping[str, float], slots: int, pullers: Iterable[Puller]) -> dict[str, float]:
-    """By job with demand: its part of the pool by the quotas, in slots."""
+    """By job with demand: its part of the pool by the quotas, in slots, whatever bounds say."""
+    return _parts(quotas, use, slots, pullers, bounded=False)
+
+
+def entitlements(quotas: Quotas, use: Mapping[str, float], slots: int, pullers: Iterable[Puller]) -> dict[str, float]:
+    """The same within bounds: what one cannot have is for those beside it, and then for others."""
+    return _parts(quotas, use, slots, pullers, bounded=True)
+
+
+def _parts(
+    quotas: Quotas, use: Mapping[str, float], slots: int, pullers: Iterable[Puller], *, bounded: bool
+) -> dict[str, float]:
     by_path = {(*reversed(one.above), f"job {one.name}"): one for one in pullers}
     found: dict[str, float] = {}
 
-    def below(path: tuple[str, ...], pull: float) -> None:
-        level = len(path)
+    def parts_of(path: tuple[str, ...]) -> dict[str, list[Puller]]:
         parts: dict[str, list[Puller]] = {}
         for at, one in by_path.items():
-            if at[:level] == path:
-                parts.setdefault(at[level], []).append(one)
+            if at[: len(path)] == path:
+                parts.setdefault(at[len(path)], []).append(one)
+        return parts
+
+    def most(path: tuple[str, ...]) -> float:
+        if path in by_path:
+            return max(by_path[path].most, by_path[path].fixed)
+        below = parts_of(path)
+        fixed = sum(one.fixed for jobs in below.values() for one in jobs)
+        return max(min(sum(most((*path, name)) for name in below), quotas.most.get(path[-1], math.inf)), fixed)
+
+    def divide(path: tuple[str, ...], budget: float) -> None:
+        parts = parts_of(path)
         said = {name: share for name in parts if (share := quotas.share_of(name)) is not None}
         work = {name: sum(one.work for one in jobs) for name, jobs in parts.items()}
+        fixed = {name: float(sum(one.fixed for one in jobs)) for name, jobs in parts.items()}
         had = sum(use.get(name, 0.0) for name in parts if said.get(name) != 0.0)
         alone = sum(work[name] for name in parts if name not in said)
         rest = max(1.0 - quotas.promised.get(path[-1] if path else "", 0.0), 1e-6) if any(said.values()) else alone
@@ -190,30 +217,41 @@ def pulls(quotas: Quotas, use: Mapping[str, float], slots: int, pullers: Iterabl
                 claims[name] = max(said[name] * factor, 1e-6)
             else:
                 claims[name] = max(rest * work[name] / alone if alone else 0.0, 1e-6)
-        asking = [name for name in parts if work[name] > 0]
-        trained = sum(one.fixed for name, jobs in parts.items() if work[name] == 0 for one in jobs)
-        floors = {name: float(sum(one.fixed for one in parts[name])) for name in asking}
-        left = max(pull - trained, 1e-6 * pull)
-        for name, above in _above_floors(left, claims, floors).items():
-            part = max(above, 1e-6 * left)
-            if name.startswith("job "):
-                found[parts[name][0].name] = part
-            else:
-                below((*path, name), part)
+        if bounded:
+            left, dividing = budget, list(parts)
+        else:
+            dividing = [name for name in parts if work[name] > 0]
+            left = max(budget - sum(fixed[name] for name in parts if name not in dividing), 1e-6 * budget)
+        bounds = {}
+        for name in dividing:
+            one = by_path.get((*path, name))
+            least = max(fixed[name], one.least) if bounded and one is not None else fixed[name]
+            bounds[name] = claims[name], least, most((*path, name)) if bounded else math.inf
+        for name, part in _levelled(left, bounds).items():
+            at = (*path, name)
+            if at not in by_path:
+                divide(at, part if bounded else max(part, 1e-6 * left))
+            elif by_path[at].work > 0:
+                found[by_path[at].name] = part if bounded else max(part, 1e-6 * left)
 
-    below((), float(slots))
+    divide((), float(slots))
     return found
 
 
-def _above_floors(total: float, claims: Mapping[str, float], floors: Mapping[str, float]) -> dict[str, float]:
-    """Parts of a total in proportion to claims, none below its floor where the total allows them all."""
-    kept = dict[str, float]()
-    if total <= sum(floors.values()) > 0:
-        return {name: total * floor / sum(floors.values()) for name, floor in floors.items()}
-    while len(kept) < len(floors):
-        level = (total - sum(kept.values())) / sum(claims[name] for name in floors if name not in kept)
-        low = {name: floor for name, floor in floors.items() if name not in kept and claims[name] * level < floor}
-        if not low:
-            return {name: kept.get(name, claims[name] * level) for name in floors}
-        kept |= low
-    return kept
+def _levelled(total: float, bounds: Mapping[str, tuple[float, float, float]]) -> dict[str, float]:
+    """Parts of a total in proportion to claims, none below the least or above the most that is given with each; the
+    least are scaled down where they are more than the total.
+    """
+    least, most = sum(low for _, low, _ in bounds.values()), sum(high for *_, high in bounds.values())
+    if total <= least:
+        return {name: total * low / least if least else 0.0 for name, (_, low, _) in bounds.items()}
+    if total >= most:
+        return {name: high for name, (_, _, high) in bounds.items()}
+    below, above = 0.0, total / min(claim for claim, _, _ in bounds.values())
+    for _ in range(200):
+        level = (below + above) / 2
+        if sum(min(max(claim * level, low), high) for claim, low, high in bounds.values()) < total:
+            below = level
+        else:
+            above = level
+    return {name: min(max(claim * above, low), high) for name, (claim, low, high) in bounds.items()}

@@ -4,7 +4,8 @@ remaining work times weight.
 *Entitlements* come from `division`. *Free GPUs* are handed out rank by rank, each time to the pipeline with the lowest
 service: first up to its entitlement, then to any pipeline that can use more. *Busy ranks* then move from pipelines with
 higher service to those with lower: only while the giver stays better served than the taker becomes, so that no move
-can be undone by the next plan, and only after a minimum hold. Nothing shrinks without somebody to take the GPUs.
+can be undone by the next plan, and only after a minimum hold. With a team's shares they move from those who have more
+than they are due to those who have fewer. Nothing shrinks without somebody to take the GPUs.
 """
 
 from __future__ import annotations
@@ -50,9 +51,8 @@ class PipelineShare:
     work and weight alone; pipelines that want the same GPUs are compared by these, since the bounds of a share
     elsewhere in the pool do not concern these GPUs. minimum: guaranteed GPUs. `ranks_up` and `gpus`: its present ranks
     and GPUs; `now`: its present service, `less_one` that with one rank less; `surplus`: it has more ranks than it can
-    use. By the shares of a team, `due`: its whole ranks, None without shares; `spares`: it has more; `none_due`: it is
-    due none, and takes none that is of use to its holder. `free_ranks`: ranks on GPUs that are still free when the scan
-    comes to them.
+    use. By the shares of a team, `due`: its whole ranks, None without shares; `lacks`, `spares`: it has fewer, or more.
+    `free_ranks`: ranks on GPUs that are still free when the scan comes to them.
     """
 
     __slots__ = (
@@ -64,7 +64,6 @@ class PipelineShare:
         "less_one",
         "minimum",
         "name",
-        "none_due",
         "now",
         "pull",
         "ranks",
@@ -85,7 +84,6 @@ class PipelineShare:
         self.useful, self.fixed = plan_state.useful[name], plan_state.fixed_gpus[name]
         self.free_ranks: Iterator[int] = iter(())
         self.due = plan_state.due.get(name)
-        self.none_due = self.due == 0
         self.update(plan_state.counts[name])
 
     def served(self, gpus: int) -> float:
@@ -110,9 +108,6 @@ class PipelineShare:
         less = gpus - tp
         self.surplus = ranks > self.useful
         self.spares = self.due is not None and ranks > self.due
-        if self.none_due:
-            self.now = self.less_one = math.inf
-            return
         self.now = gpus / minimum - 1.0 if gpus < minimum else gpus / self.pull
         self.less_one = less / minimum - 1.0 if less < minimum else less / self.pull
 
@@ -124,7 +119,7 @@ class WithoutDemand(PipelineShare):
 
     def __init__(self) -> None:
         self.now = self.less_one = math.inf
-        self.surplus, self.none_due, self.spares = True, False, False
+        self.surplus, self.spares = True, False
 
 
 def divide(plan_state: PlanState, result: Plan) -> dict[str, PipelineShare]:
@@ -139,7 +134,7 @@ def divide(plan_state: PlanState, result: Plan) -> dict[str, PipelineShare]:
         pulls = {c.name: c.claim * level for c in claimants}
     else:
         entitled, pulls = _by_quotas(plan_state, claimants)
-        _round(plan_state, pulls)
+        _round(plan_state, entitled)
         # The minimum of a job is one within what its user has.
         within = {c.name: int(pulls[c.name] / c.rank_gpus + 1e-9) * c.rank_gpus for c in claimants}
         claimants = [c._replace(minimum=min(c.minimum, within[c.name])) for c in claimants]
@@ -153,6 +148,10 @@ def divide(plan_state: PlanState, result: Plan) -> dict[str, PipelineShare]:
 
 
 def _by_quotas(plan_state: PlanState, claimants: Sequence[Claimant]) -> Division:
+    if plan_state.quotas.promised:
+        # What one whose training waits will not take is for others of its user.
+        held = {c.name: plan_state.gpus_of(c.name) for c in claimants if _trains_next(plan_state.pipelines[c.name])}
+        claimants = [c._replace(maximum=min(c.maximum, held.get(c.name, c.maximum))) for c in claimants]
     leaves = leaves_of(plan_state, claimants)
     return divide_by_quotas(plan_state.budget, leaves, plan_state.quotas, plan_state.use)
 
@@ -168,12 +167,12 @@ def find_due(plan_state: PlanState) -> None:
     """
     claimants = claimants_of(plan_state)
     if claimants:
-        _round(plan_state, _by_quotas(plan_state, claimants).pulls)
+        _round(plan_state, _by_quotas(plan_state, claimants).entitled)
 
 
-def _round(plan_state: PlanState, pulls: Mapping[str, float]) -> None:
+def _round(plan_state: PlanState, entitled: Mapping[str, float]) -> None:
     if plan_state.quotas.promised:
-        due = {name: pull - plan_state.fixed_gpus[name] for name, pull in pulls.items()}
+        due = {name: gpus - plan_state.fixed_gpus[name] for name, gpus in entitled.items()}
         _round_down_the_tree(plan_state, due, list(due), 0, round(sum(due.values())))
 
 
@@ -266,7 +265,10 @@ def move_busy(
     """
     if RANK in plan_state.kind:
         moves = _Moves(plan_state, result, shares)
-        for taker in sorted([p for p in takers if p.ranks_up < p.useful], key=lambda p: (p.now, p.name)):
+        for taker in sorted(
+            [p for p in takers if p.ranks_up < p.useful],
+            key=lambda p: (p.due is not None and not p.lacks, p.now, p.name),
+        ):
             moves.serve(taker)
 
 
@@ -282,11 +284,7 @@ class _Moves:
     def serve(self, taker: PipelineShare) -> None:
         """Moves ranks to this pipeline until it can use no more or no holder gives one up."""
         holders = self._plan_state.pipelines[taker.name].topology.at_first_gpus(self._givers)
-        willing = _willing(holders, self._bar(taker))
-        if taker.none_due:
-            willing = {giver for giver in willing if giver.surplus}
-        elif taker.lacks:
-            willing |= {giver for giver in set(holders) if giver is not None and giver.spares}
+        willing = _willing(holders, taker, self._bar(taker))
         if taker.tp > 1:
             self._take_wide(taker, _wide_options(self._plan_state, taker, holders, willing, self._shares))
         elif willing:
@@ -309,9 +307,8 @@ class _Moves:
             if giver is None or lease is None:
                 continue
             if not giver.surplus and (
-                taker.none_due
-                or (
-                    not (taker.lacks and giver.spares) and (giver.none_due or giver.now < bar or giver.less_one < after)
+                not (
+                    giver.now >= bar and giver.less_one >= after if taker.due is None else taker.lacks and giver.spares
                 )
                 or plan_state.now < _slice_end(plan_state, lease.pipeline, lease.rank)
             ):
@@ -361,9 +358,11 @@ def _givers(plan_state: PlanState, shares: dict[str, PipelineShare]) -> list[Pip
     return givers
 
 
-def _willing(holders: Iterable[PipelineShare | None], bar: _Bar) -> set[PipelineShare]:
+def _willing(holders: Iterable[PipelineShare | None], taker: PipelineShare, bar: _Bar) -> set[PipelineShare]:
     """The holders that may give a rank away under the shares."""
     now, after = bar
+    if taker.due is not None:
+        return {giver for giver in set(holders) if giver and (giver.surplus or (taker.lacks and giver.spares))}
     return {
         giver
         for giver in set(holders)
@@ -478,11 +477,10 @@ def _may_give(
         if ranks >= plan_state.useful[donor] or donor not in shares:
             continue
         giver = shares[donor]
-        if taker.none_due:
-            return False
-        if taker.lacks and giver.due is not None and ranks >= giver.due:
-            continue
-        if giver.none_due or giver.now < bar[0] or giver.served(giver.fixed + ranks * giver.tp) < bar[1]:
+        if taker.due is not None and giver.due is not None:
+            if not taker.lacks or ranks < giver.due:
+                return False
+        elif giver.now < bar[0] or giver.served(giver.fixed + ranks * giver.tp) < bar[1]:
             return False
     return not in_slice(plan_state, donors)
 
@@ -574,15 +572,19 @@ def make_room(
     of them; nothing else makes way for it there. `spares`: ranks that may not be disturbed.
     """
     chosen: dict[tuple[str, int], Room] = {}
+
+    def frees(other: str, rank: int) -> int:
+        return sum([gpu not in gpus for gpu in plan_state.ranks_of(other)[rank]])
+
     for room in plan_state.rooms_of(name):
-        lacks = plan_state.lack(room, gpus) - sum([plan_state.tp[o] for o, _ in chosen if o in room.pipelines])
+        lacks = plan_state.lack(room, gpus) - sum([frees(*pair) for pair in chosen if pair[0] in room.pipelines])
         ranks = sorted(
             (plan_state.spare_ranks(other) * -1.0, other, rank)
             for other in room.pipelines
             for rank in plan_state.pipelines[other].awake
             if (other, rank) not in plan_state.shrunk
             and plan_state.kind[plan_state.ranks_of(other)[rank][0]] == RANK
-            and set(gpus).isdisjoint(plan_state.ranks_of(other)[rank])
+            and frees(other, rank)
             and (other, rank) not in chosen
             and not spares((other, rank))
         )
@@ -590,7 +592,7 @@ def make_room(
             if lacks <= 0:
                 break
             chosen[other, rank] = room
-            lacks -= plan_state.tp[other]
+            lacks -= frees(other, rank)
         if lacks > 0:
             return
     for (other, rank), room in chosen.items():
@@ -604,7 +606,7 @@ def _move_below_limits(
     lead = 1 + plan_state.limits.hysteresis
     for taker in sorted([one for one in takers if one.turns > 0], key=attrgetter("now", "name")):
         name = taker.name
-        if taker.none_due or not plan_state.is_near_limit(name):
+        if not plan_state.is_near_limit(name):
             continue
         bar = lead * taker.now, taker.served(taker.gpus + taker.tp)
         for rank in candidates(plan_state, plan_state.pipelines[name]):
