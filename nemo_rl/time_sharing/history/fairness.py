@@ -510,9 +510,8 @@ class FairnessChecks:
 
     def _puller(self, name: str, pipeline: _Pipeline) -> Puller:
         useful = min(pipeline.useful, self._could_wake(pipeline)) * (not pipeline.spec.scavenges)
-        trains = any(
-            whose == name and r.asked[2] is Priority.ACTOR_TRAINING for (whose, _), r in self._requests.items()
-        )
+        waits = [r for (whose, _), r in self._requests.items() if whose == name and not r.claimed]
+        trains = any(request.asked[2] is Priority.ACTOR_TRAINING for request in waits)
         least = min(math.ceil(pipeline.spec.min_share * pipeline.ranks - 1e-9), useful) * pipeline.tp
         most = pipeline.gpus if trains else useful * pipeline.tp + pipeline.fixed
         work = pipeline.pull if useful else 0.0

@@ -150,7 +150,7 @@ def divide(plan_state: PlanState, result: Plan) -> dict[str, PipelineShare]:
 def _by_quotas(plan_state: PlanState, claimants: Sequence[Claimant]) -> Division:
     if plan_state.quotas.promised:
         # What one whose training waits will not take is for others of its user.
-        held = {c.name: plan_state.gpus_of(c.name) for c in claimants if _trains_next(plan_state.pipelines[c.name])}
+        held = {c.name: plan_state.gpus_of(c.name) for c in claimants if plan_state.waits_to_train(c.name)}
         claimants = [c._replace(maximum=min(c.maximum, held.get(c.name, c.maximum))) for c in claimants]
     leaves = leaves_of(plan_state, claimants)
     return divide_by_quotas(plan_state.budget, leaves, plan_state.quotas, plan_state.use)

@@ -232,6 +232,12 @@ class Reservation(NamedTuple):
     queued: QueuedWant | None
 
 
+def has_claim(claimed: Mapping[int, Claim], pipeline: PipelineState, cluster: str) -> bool:
+    """Whether the GPUs of a cluster are promised to its pipeline."""
+    claim = claimed.get(pipeline.topology.clusters[cluster].gpus[0])
+    return claim is not None and claim.key == (pipeline.topology.pipeline, cluster, -1)
+
+
 def useful_ranks(pipeline: PipelineState) -> int:
     """How many ranks a pipeline can use: enough for its remaining samples, within its maximum share, at least one while
     it has demand.
@@ -295,6 +301,8 @@ class PlanState:
         self.initialising: set[str] = set()
         self.tp: dict[str, int] = {name: p.topology.tp for name, p in snapshot.pipelines.items()}
         self.time_slices: dict[str, float] = {}
+        # The pipelines whose requests this plan has served.
+        self.promised: set[str] = set()
         # By the shares of a team, in whole ranks.
         self.due: dict[str, int] = {}
         self._usual_holds: dict[Priority, float] = {}
@@ -429,7 +437,16 @@ class PlanState:
         for gpu in gpus:
             self.kind[gpu] = BLOCKED
 
+    def waits_to_train(self, name: str) -> bool:
+        """Whether a pipeline's training waits for GPUs that it has no promise of."""
+        pipeline = self.pipelines[name]
+        return name not in self.promised and any(
+            queued.want.priority is Priority.ACTOR_TRAINING and not has_claim(self.claimed, pipeline, cluster)
+            for cluster, queued in pipeline.wants.items()
+        )
+
     def claim_fixed(self, name: str, gpus: tuple[int, ...]) -> None:
+        self.promised.add(name)
         self.claim(gpus)
         self.take_room(name, gpus)
         self.fixed_gpus[name] += self._count(gpus)

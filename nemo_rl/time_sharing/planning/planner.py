@@ -35,6 +35,7 @@ from nemo_rl.time_sharing.planning.plan import (
     Wait,
     candidates,
     guaranteed_seconds,
+    has_claim,
     trained_on_within,
 )
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, Phase, Priority
@@ -203,7 +204,7 @@ def queue(snapshot: Snapshot) -> list[QueueItem]:
             continue
         lead = limits.high_lead_s if pipeline.spec.is_high else 0.0
         for cluster, queued in pipeline.wants.items():
-            if not _has_claim(snapshot, pipeline, cluster):
+            if not has_claim(snapshot.claimed, pipeline, cluster):
                 key = queued.since + limits.aging_s * queued.want.priority - lead
                 items.append(QueueItem(key, name, cluster, queued))
         if pipeline.unscheduled_since is not None and not pipeline.spec.scavenges:
@@ -211,11 +212,6 @@ def queue(snapshot: Snapshot) -> list[QueueItem]:
             items.append(QueueItem(key, name, ACTOR_INFER, None))
     items.sort(key=itemgetter(0, 1, 2))
     return items
-
-
-def _has_claim(snapshot: Snapshot, pipeline: PipelineState, cluster: str) -> bool:
-    claim = snapshot.claimed.get(pipeline.topology.clusters[cluster].gpus[0])
-    return claim is not None and claim.key == (pipeline.topology.pipeline, cluster, -1)
 
 
 def _change_priority(result: Plan, item: QueueItem, pipeline: PipelineState, queued: QueuedWant) -> None:
@@ -333,7 +329,7 @@ def _is_guaranteed(plan_state: PlanState, rank: tuple[str, int]) -> bool:
 def _initialises(snapshot: Snapshot, pipeline: PipelineState) -> bool:
     held = any(held.priority is Priority.INITIALIZATION for held in pipeline.held.values())
     return held or any(
-        q.want.priority is Priority.INITIALIZATION and _has_claim(snapshot, pipeline, cluster)
+        q.want.priority is Priority.INITIALIZATION and has_claim(snapshot.claimed, pipeline, cluster)
         for cluster, q in pipeline.wants.items()
     )
 
