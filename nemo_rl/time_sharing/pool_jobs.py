@@ -568,7 +568,7 @@ class PoolJobs(Orchestrator):
             return left
         try:
             does: str = ray.get(self._process_of(name).drain.remote(), timeout=ANSWER_S)
-        except (KeyError, ray.exceptions.RayError) as error:  # KeyError: a restarted pool found no process
+        except ray.exceptions.RayError as error:
             raise PoolError(f"{name}: does not answer ({type(error).__name__}); cancel it") from error
         self._change(submission, asked="drain")
         return f"draining: {does}"

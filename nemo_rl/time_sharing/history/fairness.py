@@ -474,21 +474,21 @@ class FairnessChecks:
         giver, taker = self._pipelines.get(name), self._pipelines.get(by)
         if giver is None or taker is None or giver.ranks_up >= giver.useful:
             return
-        bounded = giver.spec.min_share or taker.spec.min_share
-        if (bounded and not self._quotas.nodes) or giver.spec.scavenges:
+        if giver.spec.scavenges or ((giver.spec.min_share or taker.spec.min_share) and not self._quotas.nodes):
             return
         if self._quotas.nodes and not self._knows_all:
             return  # those that were registered before the log lost its end pull, too
-        pull = {name: giver.pull, by: taker.pull} if not self._quotas.nodes else self._parts(pulls)
-        share = (giver.gpus + taker.gpus) * pull[by] / (pull[name] + pull[by])
-        if self._quotas.nodes and taker.spec.min_share:
-            least = min(math.ceil(taker.spec.min_share * taker.ranks - 1e-9), taker.useful)
-            share = max(share, taker.tp * min(least, int(pull[by] / taker.tp + 1e-9)))
         if self._quotas.promised:
             # What both are due is rounded to whole ranks, and a first one is due to one of high priority.
             due = self._parts(entitlements)
             rounds = giver.gpus + giver.tp > due[name] * (1 - 1e-6)
             share = max(taker.fixed + taker.tp, due[by] + taker.tp) if rounds else -1.0
+        else:
+            pull = {name: giver.pull, by: taker.pull} if not self._quotas.nodes else self._parts(pulls)
+            share = (giver.gpus + taker.gpus) * pull[by] / (pull[name] + pull[by])
+            if taker.spec.min_share:
+                least = min(math.ceil(taker.spec.min_share * taker.ranks - 1e-9), taker.useful)
+                share = max(share, taker.tp * min(least, int(pull[by] / taker.tp + 1e-9)))
         # A rank that is wider than the taker's gives up more GPUs than are taken.
         slack = max(0, giver.tp - taker.tp)
         if taker.gpus > share * (1 + 1e-9) + slack:
