@@ -4,6 +4,7 @@ checker finds of a planner that does otherwise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -277,6 +278,34 @@ def test_a_scavenger_has_what_is_left_and_gives_it_at_once() -> None:
         starving.add("trains", [0], [0, 1], priority="scavenger")  # type: ignore[arg-type]
 
 
+def test_a_scavenger_has_the_gpus_of_ranks_that_have_been_idle_for_as_long_as_it_needs_to_rise() -> None:
+    fleet = Fleet(3)
+    fleet.add("a", [0], [0, 1, 2], demand=8)
+    fleet.add("b", [], [2], demand=8)
+    fleet.wake("a", 1)
+    fleet.state.pipelines["a"].start_s = 20.0
+    fleet.wake("b", 0)
+    fleet.hold("a", at=31.0)
+    fleet.add("gaps", [], [1, 2], demand=100, priority="scavenger")  # type: ignore[arg-type]
+    assert sound(fleet, 90.0).empty, "a has work"
+    fleet.demand("a", 8, done=8, at=90.0)
+    waits = sound(fleet, 109.0)
+    assert waits.empty and waits.wake_at == 110.0, "its engine may take 20 s to rise, as that of a did"
+    result = sound(fleet, 110.0)
+    assert [(s.pipeline, s.rank) for s in result.shrinks] == [("a", 1)], "b has work"
+    assert [(e.pipeline, e.rank) for e in result.expands] == [("gaps", 0)]
+    assert "rank 1 of a goes to sleep: a has had nothing to generate for 20.0 s, and gaps runs in gaps." in set(
+        explain(result, 110.0)
+    )
+    fleet.carry_out(result, 110.0)
+    fleet.release("a", at=115.0)
+    fleet.demand("a", 16, done=8, at=120.0)
+    back = sound(fleet, 120.0)
+    assert ("gaps", 0) in {(s.pipeline, s.rank) for s in back.shrinks} and ("a", 1) in {
+        (e.pipeline, e.rank) for e in back.expands
+    }
+
+
 # -- the checker -----------------------------------------------------------------------------------------------------
 
 
@@ -329,11 +358,15 @@ def _by_work_alone(patch: pytest.MonkeyPatch) -> None:
 def _waits_like_others(patch: pytest.MonkeyPatch) -> None:
     sound_gaps = apportionment._in_gaps
 
-    def in_gaps(plan_state: PlanState, name: str, pipeline: Any) -> Any:
+    def in_gaps(plan_state: PlanState, *of: Any) -> Any:
         plan_state.reserved.clear()
-        return sound_gaps(plan_state, name, pipeline)
+        return sound_gaps(plan_state, *of)
 
     patch.setattr(apportionment, "_in_gaps", in_gaps)
+
+
+def _works_or_not(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(apportionment, "_idle_from", lambda *of: -math.inf)
 
 
 def _use_is_made_up(patch: pytest.MonkeyPatch) -> None:
@@ -360,6 +393,7 @@ def _no_lead(patch: pytest.MonkeyPatch) -> None:
         (_no_room, "would have", 90.0),
         (_by_work_alone, "its share of what both have", 400.0),
         (_waits_like_others, "a scavenger, is to wake on GPUs that", 90.0),
+        (_works_or_not, "has or just had work, makes way for", 90.0),
         (_use_is_made_up, "is said to have had", 90.0),
         (_no_lead, "is overtaken by", 90.0),
     ],

@@ -65,7 +65,7 @@ class _Pipeline:
         self.mapped = frozenset[int]().union(*self.clusters.values())
         self.slots = {name: sum(gpu < slots for gpu in gpus) for name, gpus in self.clusters.items()}  # without turns
         self.ranks, self.most = ranks, min(max(int(event.max_share * ranks + 1e-9), 1), ranks)
-        self.demand, self.rank_batch = 0, event.rank_batch
+        self.demand, self.rank_batch, self.idle_since = 0, event.rank_batch, -math.inf
         self.leaving = self.paused = False
         self.up: dict[int, float] = {}
         self.active: dict[int, float] = {}
@@ -252,7 +252,9 @@ class FairnessChecks:
         self._requests = {key: request for key, request in self._requests.items() if key[0] != name}
 
     def _demand(self, entry: Entry, event: ev.DemandReported, pipeline: _Pipeline) -> None:
-        pipeline.demand = max(event.target - event.done, 0) * event.unit
+        had, pipeline.demand = pipeline.demand, max(event.target - event.done, 0) * event.unit
+        if had and not pipeline.demand:
+            pipeline.idle_since = entry.time
         pipeline.rank_batch = event.rank_batch or pipeline.spec.rank_batch
         self._update(pipeline, entry.time)
 
@@ -447,7 +449,7 @@ class FairnessChecks:
             self._check_slices(name, given, lost[0].up, claims)
             for index, _ in given:
                 if (gets := self._pipelines.get(claims[index].pipeline)) is not None and gets.spec.scavenges:
-                    self.found.append((11, f"a rank of {name} makes way for {claims[index].pipeline}, a scavenger"))
+                    self._check_idle(name, claims[index].pipeline)
             # Judged is a giver that the plan gives nothing, by the last of its ranks that goes, to a taker whose last
             # claim that is: both have then what they have now.
             last, taker = given[-1][0], claims[given[-1][0]].pipeline
@@ -456,6 +458,12 @@ class FairnessChecks:
             settled = settled and all(c.pipeline != taker or (c.rank >= 0 and c in claims[:last]) for c in others)
             if settled and taker not in first and all(eviction.pipeline != taker for eviction in evictions):
                 self._check_shares(name, taker)
+
+    def _check_idle(self, name: str, by: str) -> None:
+        giver, least = self._pipelines.get(name), self._bound.limit("min_hold_s") - _EPS
+        if giver is not None and (giver.demand or self._time - giver.idle_since < least):
+            what = f"a rank of {name}, which has or just had work, makes way for {by}, a scavenger"
+            self.found.append((11, what))
 
     def _check_slices(
         self, name: str, given: list[tuple[int, _Eviction]], before: int, claims: list[ev.Claimed]
@@ -474,7 +482,9 @@ class FairnessChecks:
         giver, taker = self._pipelines.get(name), self._pipelines.get(by)
         if giver is None or taker is None or giver.ranks_up >= giver.useful:
             return
-        if giver.spec.scavenges or ((giver.spec.min_share or taker.spec.min_share) and not self._quotas.nodes):
+        if giver.spec.scavenges or taker.spec.scavenges:
+            return
+        if (giver.spec.min_share or taker.spec.min_share) and not self._quotas.nodes:
             return
         if self._quotas.nodes and not self._knows_all:
             return  # those that were registered before the log lost its end pull, too

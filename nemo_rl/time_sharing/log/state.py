@@ -88,10 +88,10 @@ class AwakeRank:
 class SavedPipeline:
     """What is saved of a registered pipeline. `unscheduled_since`: since when it has demand but no rank awake or about
     to be. `service`: GPU-seconds of generation had. `builds`: whether its engines can be built; `build_s`: how long
-    that took. `batch_since`: since when the samples that are waited for are; `generation_s`: how long that takes until
-    training is asked for. `warm`: ranks whose engine stands, so that their next wake builds none; `handover_s`: how
-    long such a wake takes until the rank serves; `start_s`: the same for one that builds its engine. `expired`: by
-    cluster, the newest request that waited too long.
+    that took. `batch_since`: since when the samples that are waited for are, `idle_since`: since when none are, where
+    that is so; `generation_s`: how long it takes until training is asked for. `warm`: ranks whose engine stands, so
+    that their next wake builds none; `handover_s`: how long such a wake takes until the rank serves; `start_s`: the
+    same for one that builds its engine. `expired`: by cluster, the newest request that waited too long.
     """
 
     spec: PipelineSpec
@@ -117,6 +117,7 @@ class SavedPipeline:
     builds: bool = False
     build_s: float | None = None
     batch_since: float = 0.0
+    idle_since: float = 0.0
     generation_s: float | None = None
 
     @classmethod
@@ -410,6 +411,8 @@ def _demand(state: SchedulerState, event: ev.DemandReported, at: float) -> None:
     demand = Demand(event.target, event.done, event.unit, event.seq, event.rank_batch)
     if pipeline.demand.remaining == 0 or demand.done < pipeline.demand.done:
         pipeline.batch_since = at
+    if demand.remaining == 0 < pipeline.demand.remaining:
+        pipeline.idle_since = at
     pipeline.demand = demand
     state.update_unscheduled_since(pipeline, at)
 

@@ -733,30 +733,60 @@ def _to_be_had(plan_state: PlanState, share: PipelineShare, marks: _Marks, found
 
 
 def fill_gaps(plan_state: PlanState, result: Plan) -> None:
-    """Gives GPUs that are left, and that no request waits for, to pipelines that run in gaps, the least served
-    first.
+    """Gives GPUs that no request waits for to pipelines that run in gaps, the least served first: those that are left,
+    then those of ranks that have had nothing to do for a while.
     """
-    free_ranks: dict[str, Iterator[int]] = {}
+    gaps: dict[str, Iterator[tuple[int, list[tuple[str, int]]]]] = {}
     heap: list[tuple[float, str]] = []
     for name, pipeline in plan_state.pipelines.items():
         if name in plan_state.scavengers and plan_state.counts[name] < plan_state.useful[name]:
-            free_ranks[name] = _in_gaps(plan_state, name, pipeline)
+            gaps[name] = _in_gaps(plan_state, result, name, pipeline)
             heap.append((plan_state.gpus_of(name) / pipeline.spec.weight, name))
     heapq.heapify(heap)
     while heap:
         _, name = heapq.heappop(heap)
-        rank = next(free_ranks[name], None)
-        if rank is not None:
+        for rank, idle in gaps[name]:
+            for donor, given in idle:
+                since = plan_state.pipelines[donor].idle_since
+                plan_state.shrink(result, donor, given, ("idle", donor, name, since))
             expand(plan_state, result, name, rank, ("gap",))
             if plan_state.counts[name] < plan_state.useful[name]:
                 heapq.heappush(heap, (plan_state.gpus_of(name) / plan_state.pipelines[name].spec.weight, name))
+            break
 
 
-def _in_gaps(plan_state: PlanState, name: str, pipeline: PipelineState) -> Iterator[int]:
-    """Ranks of a pipeline on free GPUs; those of a wide one that are free now stay so until it has them."""
+def _in_gaps(
+    plan_state: PlanState, result: Plan, name: str, pipeline: PipelineState
+) -> Iterator[tuple[int, list[tuple[str, int]]]]:
+    """Ranks of a pipeline on free GPUs, then those on GPUs of idle ranks, which come with them. Free GPUs of a wide
+    rank stay so until it has them.
+    """
+    ranks, kind = pipeline.topology.ranks, plan_state.kind
+    on_idle = []
     for rank in candidates(plan_state, pipeline):
-        gpus = pipeline.topology.ranks[rank]
-        if all(plan_state.kind[gpu] == FREE and gpu not in plan_state.reserved for gpu in gpus) and plan_state.has_room(
-            name, gpus
-        ):
-            yield rank
+        gpus = ranks[rank]
+        if plan_state.reserved.keys().isdisjoint(gpus) and plan_state.has_room(name, gpus):
+            if all(kind[gpu] == FREE for gpu in gpus):
+                yield rank, []
+            elif all(kind[gpu] in (FREE, RANK) for gpu in gpus):
+                on_idle.append(rank)
+    for rank in on_idle:
+        holders = _holders(plan_state, ranks[rank]) or []
+        if holders and all(plan_state.kind[gpu] in (FREE, RANK) for gpu in ranks[rank]):
+            idle_from = _idle_from(plan_state, name, rank, {donor for donor, _ in holders})
+            if plan_state.now >= idle_from:
+                yield rank, holders
+            elif idle_from < math.inf:
+                result.replan_by(idle_from)
+
+
+def _idle_from(plan_state: PlanState, name: str, rank: int, givers: Iterable[str]) -> float:
+    """Time from which these may give their ranks to one that runs in gaps: they have had nothing to do for as long as
+    it needs to rise (by their own starts before it has had any), so that what is lost if they want them back at once
+    is no more than what was idle.
+    """
+    if any(giver in plan_state.scavengers or plan_state.useful[giver] for giver in givers):
+        return math.inf
+    pipelines = [plan_state.pipelines[giver] for giver in givers]
+    rise_s = plan_state.rise_s(name, rank) or max([pipeline.start_s or 0.0 for pipeline in pipelines])
+    return max([pipeline.idle_since for pipeline in pipelines]) + max(rise_s, plan_state.limits.min_hold_s)

@@ -147,6 +147,7 @@ _REASONS = {
     "share": "its pipeline has {0} of {1:.1f} GPUs that its remaining work entitles it to",
     "ahead": "the GPUs are idle now, and it will wake at once when it is wanted",
     "gap_ends": "{0} runs in gaps, and {1} can use the GPUs",
+    "idle": "{0} has had nothing to generate for {2:.1f} s, and {1} runs in gaps",
     "gap": "the GPUs would be idle otherwise, and as a scavenger it gives them to any job that wants them",
     "room": "{2} is to get GPUs, and the {1} slots of the limit of {0} are taken",
     "above": "{0} has more than the {1} slots of its limit",
@@ -169,7 +170,7 @@ _REASONS = {
 }
 _OF_A_GPU = ("held", "claimed", "reserved", "quarantined", "withheld", "guaranteed", "building")
 """Those whose first value is a GPU."""
-_ABOUT_TIME = ("backfill", "unscheduled", "time_slice")
+_ABOUT_TIME = ("backfill", "unscheduled", "time_slice", "idle")
 
 
 def reason_text(because: Reason, now: float = 0.0, name_of: Callable[[int], str] = str) -> str:
