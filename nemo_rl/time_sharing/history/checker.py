@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from nemo_rl.time_sharing.history.account_checks import AccountChecks
 from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.history.ends import EndChecks
 from nemo_rl.time_sharing.history.fairness import FairnessChecks
-from nemo_rl.time_sharing.history.gpus import GpuChecks
+from nemo_rl.time_sharing.history.gpus import AccountChecks, GpuChecks
+from nemo_rl.time_sharing.history.ledger import Checks, Ledger
 from nemo_rl.time_sharing.history.order import OrderChecks
 from nemo_rl.time_sharing.history.prompt_checks import PromptChecks
 from nemo_rl.time_sharing.history.quota_checks import QuotaChecks
@@ -64,20 +64,6 @@ class NothingToCheck(RecordError):
     """A record from which nothing can be proven: it is empty, or the scheduler's part of it has no beginning."""
 
 
-class Checks(Protocol):
-    """A group of invariants: handlers of the events that it reads, and its checks at the end of the record."""
-
-    found: list[tuple[int, str]]
-
-    def handlers(self) -> dict[type, Handler]: ...
-
-    def tail_lost(self, entry: Entry) -> None:
-        """From this entry to the next `InventoryDone` the ledger may contradict the record; see `Survey`."""
-
-    def finish(self, clocks: Clocks, ended: bool) -> None:
-        """Checks open items at the end of the record; if `ended`, open items are violations."""
-
-
 def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = True) -> list[Violation]:
     """Every violation in a record, in order; [] proves that there is none.
 
@@ -90,21 +76,22 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
     record = list(entries) if isinstance(entries, Iterator) else entries
     kinds, gaps = survey(record)
     alone = ev.PoolOpened not in kinds
-    references, clocks = References(), Clocks()
-    groups: list[Checks] = [
-        GpuChecks(),
-        AccountChecks(),
-        QuotaChecks(),
+    references, clocks, ledger = References(), Clocks(), Ledger()
+    groups: list[Checks | FairnessChecks] = [
+        GpuChecks(ledger),
+        AccountChecks(ledger),
+        QuotaChecks(ledger),
         PromptChecks(),
-        OrderChecks(),
-        WaitChecks(),
-        RuleChecks(),
-        EndChecks(),
+        OrderChecks(ledger),
+        WaitChecks(ledger),
+        RuleChecks(ledger),
+        EndChecks(ledger),
         FairnessChecks(),
+        ledger,
     ]
     if alone:
-        groups = [PromptChecks(), WaitChecks()]
-    table: dict[type, list[tuple[Checks, Handler]]] = {}
+        groups = [PromptChecks(), WaitChecks(ledger), ledger]
+    table: dict[type, list[tuple[Checks | FairnessChecks, Handler]]] = {}
     for group in groups:
         for kind, handler in group.handlers().items():
             table.setdefault(kind, []).append((group, handler))

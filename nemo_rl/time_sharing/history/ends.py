@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from nemo_rl.time_sharing.history.clocks import SLACK_S, Clocks
+from nemo_rl.time_sharing.history.clocks import SLACK_S
+from nemo_rl.time_sharing.history.ledger import Checks, Ledger
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import Phase
 from nemo_rl.utils import record_events as rec
-from nemo_rl.utils.record import Entry, Handler
+from nemo_rl.utils.record import Entry
 
 _RETRY_SLACK_S = 2 * SLACK_S
 
@@ -27,17 +28,14 @@ class _Whose(NamedTuple):
     rank: int
 
 
-class EndChecks:
+class EndChecks(Checks):
     """Checks that nothing is left open when its parent ends."""
 
-    def __init__(self) -> None:
-        self.found: list[tuple[int, str]] = []
-        self._gap = self._recovering = False
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
         self._term = 0
-        self._lease_s = 0.0
         self._grace: float | None = None
-        self._incarnations: dict[str, int] = {}
-        self._claims: set[tuple[str, str, int]] = set()
         self._commands: dict[str, ev.CommandSent] = {}
         self._failed: set[tuple[str, int]] = set()
         self._reaped: tuple[float, _Whose, str] | None = None
@@ -48,75 +46,41 @@ class EndChecks:
         """Quarantines that are not over, those included that may have been forgotten."""
         self._blind_until: float = 0.0
         self._isolated = False
-        self._live: set[str] = set()
         self._idle: dict[tuple[str, str], float | None] = {}
         """Ranks (`pipeline`, `rank N`) that occupy memory, and since when they take no requests; None while they do."""
         self._over: dict[tuple[str, int], int] = {}
         """The newest epoch in which this scheduler has seen a rank go to sleep."""
 
-    def handlers(self) -> dict[type, Handler]:
-        return {
-            ev.PoolOpened: self._opened,
-            ev.SchedulerStarted: self._started,
-            ev.InventoryDone: self._inventory_done,
-            ev.Isolated: self._isolates,
-            ev.Reconnected: self._isolates,
-            ev.Registered: self._registered,
-            ev.Unregistered: self._unregistered,
-            ev.Fenced: self._fenced,
-            ev.Claimed: self._claimed,
-            ev.ClaimDropped: self._claim_over,
-            ev.Granted: self._granted,
-            ev.RankMoved: self._rank,
-            ev.CommandSent: self._sent,
-            ev.CommandEnded: self._ended,
-            ev.GpusQuarantined: self._quarantined,
-            ev.GpusCleared: self._cleared,
-            ev.MemoryTaken: self._occupied,
-            ev.MemoryFreed: self._freed,
-            rec.ShardRouted: self._routed,
-            rec.ShardUnrouted: self._routed,
-        }
-
     def tail_lost(self, entry: Entry) -> None:
-        self._gap = True
-        self._claims.clear()
         self._commands.clear()
         self._failed.clear()
         self._quarantines.clear()
 
-    def finish(self, clocks: Clocks, ended: bool) -> None:
-        """Items open at the end may still end properly: no violation."""
-
-    def _bad(self, message: str) -> None:
-        self.found.append((11, message))
-
     # Schedulers.
-
-    def _opened(self, entry: Entry, event: ev.PoolOpened) -> None:
-        self._lease_s = event.limits.get("lease_s", 0.0)
 
     def _started(self, entry: Entry, event: ev.SchedulerStarted) -> None:
         if not event.complete and self._term > 0 and event.term <= self._term + 1:
-            self._bad(f"a scheduler without the end of its log takes term {event.term}, which may be in what is lost")
+            self._bad(
+                11, f"a scheduler without the end of its log takes term {event.term}, which may be in what is lost"
+            )
         self._term = max(self._term, event.term)
-        self._recovering, self._blind_until, self._isolated = event.term > 1, entry.time, False
-        self._grace = None if event.complete else entry.time + self._lease_s
+        self._blind_until, self._isolated = entry.time, False
+        self._grace = None if event.complete else entry.time + self._ledger.limits.get("lease_s", 0.0)
         self._over.clear()
 
     def _inventory_done(self, entry: Entry, event: ev.InventoryDone) -> None:
         if self._grace is not None and entry.time < self._grace - 1e-3:
             self._bad(
+                11,
                 "the scheduler has lost the end of its log, and does not wait for pipelines that it may not know: "
-                f"it has taken stock {self._grace - entry.time:.1f} s too early"
+                f"it has taken stock {self._grace - entry.time:.1f} s too early",
             )
-        self._gap = self._recovering = False
         busy = {(command.pipeline, f"rank {command.rank}") for command in self._commands.values()}
         busy |= {(whose.pipeline, f"rank {whose.rank}") for _, whose in self._lingering}
         for (name, rank), since in self._idle.items():
             left = since is not None and since < self._blind_until
-            if left and name in self._live and (name, rank) not in busy:
-                self._bad(f"{rank} of {name} has taken no requests since {since} s, and nothing is done with it")
+            if left and name in self._ledger.live and (name, rank) not in busy:
+                self._bad(11, f"{rank} of {name} has taken no requests since {since} s, and nothing is done with it")
         self._blind_until = entry.time
 
     def _isolates(self, entry: Entry, event: ev.Isolated | ev.Reconnected) -> None:
@@ -125,59 +89,43 @@ class EndChecks:
     # Pipelines, claims and ranks.
 
     def _registered(self, entry: Entry, event: ev.Registered) -> None:
-        self._incarnations[event.pipeline] = event.incarnation
-        self._live.add(event.pipeline)
         # What earlier incarnations have left behind is not its own.
         self._idle = {rank: since for rank, since in self._idle.items() if rank[0] != event.pipeline}
 
     def _fenced(self, entry: Entry, event: ev.Fenced) -> None:
-        self._live.discard(event.pipeline)
-        for _, cluster, rank in sorted(claim for claim in self._claims if claim[0] == event.pipeline):
+        for _, cluster, rank in sorted(claim for claim in self._ledger.claims if claim[0] == event.pipeline):
             where = cluster if rank < 0 else f"rank {rank}"
-            self._bad(f"{event.pipeline} is fenced, and {where} is still to get GPUs")
+            self._bad(11, f"{event.pipeline} is fenced, and {where} is still to get GPUs")
 
     def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
         name, whole = event.pipeline, _Whose(event.pipeline, event.incarnation, -1)
-        self._claims = {claim for claim in self._claims if claim[0] != name}
         self._failed = {failed for failed in self._failed if failed[0] != name}
         for key, command in self._commands.items():
             mine = (command.pipeline, command.incarnation) == whole[:2]
             if mine and (command.verb != "reap" or command.rank < 0):
-                self._bad(f"{name} is unregistered ({event.reason}) while {command.verb} ({key}) to it is open")
+                self._bad(11, f"{name} is unregistered ({event.reason}) while {command.verb} ({key}) to it is open")
         if event.reason != "left" and not self._was_ended(entry, whole):
-            self._bad(f"{name} ({event.incarnation}) is unregistered ({event.reason}) without having been ended")
+            self._bad(11, f"{name} ({event.incarnation}) is unregistered ({event.reason}) without having been ended")
 
     def _was_ended(self, entry: Entry, *ways: _Whose) -> bool:
         """Whether the end of one of these processes has just been given up or done."""
-        if self._gap or self._recovering:
+        if not self._ledger.settled:
             return True
         return self._reaped is not None and self._reaped[0] == entry.time and self._reaped[1] in ways
 
-    def _claimed(self, entry: Entry, event: ev.Claimed) -> None:
-        self._claims.add((event.pipeline, event.cluster, event.rank))
-
-    def _claim_over(self, entry: Entry, event: ev.ClaimDropped) -> None:
-        self._claims.discard((event.pipeline, event.cluster, event.rank))
-
-    def _granted(self, entry: Entry, event: ev.Granted) -> None:
-        self._claims.discard((event.pipeline, event.cluster, -1))
-
     def _rank(self, entry: Entry, event: ev.RankMoved) -> None:
         key = (event.pipeline, event.rank)
-        if event.phase in (Phase.RISING, Phase.BUILDING):
-            self._claims.discard((event.pipeline, "actor_infer", event.rank))
-            if event.epoch <= self._over.get(key, -1):
-                self._bad(
-                    f"rank {event.rank} of {event.pipeline} is up under epoch {event.epoch}, which the scheduler has "
-                    "seen end"
-                )
+        if event.phase in (Phase.RISING, Phase.BUILDING) and event.epoch <= self._over.get(key, -1):
+            what = f"rank {event.rank} of {event.pipeline} is up under epoch {event.epoch}"
+            self._bad(11, f"{what}, which the scheduler has seen end")
         if event.phase is Phase.FAILED:
             self._failed.add(key)
         elif event.phase is Phase.ASLEEP:
             self._over[key] = max(event.epoch, self._over.get(key, -1))
-            mine = _Whose(event.pipeline, self._incarnations.get(event.pipeline, -1), event.rank)
+            known = self._ledger.registered.get(event.pipeline)
+            mine = _Whose(event.pipeline, -1 if known is None else known.incarnation, event.rank)
             if key in self._failed and not self._was_ended(entry, mine):
-                self._bad(f"rank {event.rank} of {event.pipeline} is called asleep, its processes were not ended")
+                self._bad(11, f"rank {event.rank} of {event.pipeline} is called asleep, its processes were not ended")
             self._failed.discard(key)
 
     def _occupied(self, entry: Entry, event: ev.MemoryTaken) -> None:
@@ -210,7 +158,7 @@ class EndChecks:
 
     def _quarantined(self, entry: Entry, event: ev.GpusQuarantined) -> None:
         if not event.gpus:
-            self._bad(f"a quarantine of no GPUs is begun for {event.pipeline} ({event.reason})")
+            self._bad(11, f"a quarantine of no GPUs is begun for {event.pipeline} ({event.reason})")
         whose = _Whose(event.pipeline, event.incarnation, event.rank)
         self._quarantines[tuple(event.gpus), whose] = event.until
         self._lingering.add((tuple(event.gpus), whose))
@@ -219,14 +167,14 @@ class EndChecks:
         whose = _Whose(event.pipeline, event.incarnation, event.rank)
         self._quarantines.pop((tuple(event.gpus), whose), None)
         self._lingering.discard((tuple(event.gpus), whose))
-        if self._gap:
+        if self._ledger.gap:
             return
         ended = self._was_ended(entry, whose, whose._replace(rank=-1))
         if not ended or (self._reaped is not None and self._reaped[0] == entry.time and self._reaped[2] != "done"):
-            self._bad(f"GPUs {event.gpus} leave quarantine, and the processes of {whose.pipeline} were not ended")
+            self._bad(11, f"GPUs {event.gpus} leave quarantine, and the processes of {whose.pipeline} were not ended")
 
     def _check_forgotten(self, entry: Entry) -> None:
-        if not self._quarantines or self._isolated or self._recovering:
+        if not self._quarantines or self._isolated or self._ledger.recovering:
             return
         for (gpus, whose), until in list(self._quarantines.items()):
             if entry.time <= max(until, self._blind_until) + _RETRY_SLACK_S:
@@ -235,4 +183,4 @@ class EndChecks:
                 (c.verb, c.pipeline, c.incarnation, c.rank) == ("reap", *whose) for c in self._commands.values()
             ):
                 del self._quarantines[gpus, whose]
-                self._bad(f"the quarantine of GPUs {gpus} for {whose.pipeline} expired at {until:.1f} s, not ended")
+                self._bad(11, f"the quarantine of GPUs {gpus} for {whose.pipeline} expired at {until:.1f} s, not ended")

@@ -7,13 +7,15 @@ job, on ranks of the pool that are awake; their own versions are looked after by
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from nemo_rl.time_sharing.history.clocks import Clocks
+from nemo_rl.time_sharing.history.ledger import Checks, Ledger
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Phase, Priority
 from nemo_rl.utils import record_events as rec
-from nemo_rl.utils.record import Entry, Handler
+from nemo_rl.utils.record import Entry
 from nemo_rl.utils.record_events import job_of_adapter
 
 
@@ -39,51 +41,22 @@ def _name(entry: Entry) -> str:
     return entry.source.partition("/")[0]
 
 
-class OrderChecks:
+class OrderChecks(Checks):
     """Watches shards, versions and grants of every pipeline."""
 
-    def __init__(self) -> None:
-        self.found: list[tuple[int, str]] = []
-        self._pipelines: dict[str, _Pipeline] = {}
-        self._gap = False
-
-    def handlers(self) -> dict[type, Handler]:
-        return {
-            ev.InventoryDone: self._inventory_done,
-            ev.Registered: self._registered,
-            ev.Fenced: self._fenced,
-            ev.Granted: self._granted,
-            ev.PriorityChanged: self._granted,
-            ev.Released: self._released,
-            ev.RankMoved: self._rank,
-            ev.Claimed: self._claimed,
-            ev.ClaimDropped: self._claim_dropped,
-            ev.MemoryTaken: self._memory_taken,
-            ev.MemoryFreed: self._memory_freed,
-            rec.StepFinished: self._step,
-            rec.VersionPublished: self._version_published,
-            rec.ShardRouted: self._routed,
-            rec.ShardUnrouted: self._unrouted,
-            rec.ShardSlept: self._slept,
-            rec.ShardWoken: self._woken,
-            rec.SyncStarted: self._sync_started,
-            rec.SyncFinished: self._synced,
-            rec.RequestSubmitted: self._submitted,
-            rec.RequestFinished: self._finished,
-        }
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
+        self._pipelines: defaultdict[str, _Pipeline] = defaultdict(_Pipeline)
 
     def tail_lost(self, entry: Entry) -> None:
         """Which expands are under way, and what training GPUs are held for, is known again when the new scheduler says
         so.
         """
-        self._gap = True
         for pipeline in self._pipelines.values():
             pipeline.unsure = True
             pipeline.waking.clear()
             pipeline.claimed.clear()
-
-    def _inventory_done(self, entry: Entry, event: ev.InventoryDone) -> None:
-        self._gap = False
 
     def finish(self, clocks: Clocks, ended: bool) -> None:
         if not ended:
@@ -93,30 +66,21 @@ class OrderChecks:
             if left and not pipeline.fenced:
                 self._bad(7, f"request {left[0]} of {name} never finished")
 
-    def _bad(self, invariant: int, message: str) -> None:
-        self.found.append((invariant, message))
-
     def _of(self, entry: Entry) -> _Pipeline:
-        return self._named(_name(entry))
+        return self._pipelines[_name(entry)]
 
     def _inside_its_job(self, entry: Entry, does: str, invariant: int) -> bool:
         """Whether an entry is of an adapter; its job must hold GPUs."""
         job = job_of_adapter(_name(entry))
-        if job is not None and not self._named(job).awake:
+        if job is not None and not self._pipelines[job].awake:
             self._bad(invariant, f"{entry.source} {does}, and its job holds no GPUs")
         return job is not None
-
-    def _named(self, name: str) -> _Pipeline:
-        pipeline = self._pipelines.get(name)
-        if pipeline is None:
-            pipeline = self._pipelines[name] = _Pipeline()
-        return pipeline
 
     def _registered(self, entry: Entry, event: ev.Registered) -> None:
         self._pipelines[event.pipeline] = _Pipeline()
 
     def _fenced(self, entry: Entry, event: ev.Fenced) -> None:
-        pipeline = self._named(event.pipeline)
+        pipeline = self._pipelines[event.pipeline]
         pipeline.fenced = True
         pipeline.waking.clear()
         pipeline.claimed.clear()
@@ -124,11 +88,11 @@ class OrderChecks:
     # Invariant 6.
 
     def _granted(self, entry: Entry, event: ev.Granted | ev.PriorityChanged) -> None:
-        pipeline = self._named(event.pipeline)
+        pipeline = self._pipelines[event.pipeline]
         if event.cluster != ACTOR_TRAIN:
             return
         pipeline.priority, pipeline.unsure = event.priority, False
-        if event.priority is Priority.ACTOR_TRAINING and not self._gap:
+        if event.priority is Priority.ACTOR_TRAINING and not self._ledger.gap:
             under_way = pipeline.waking | pipeline.claimed
             if under_way:
                 self._bad(
@@ -138,7 +102,7 @@ class OrderChecks:
                 )
 
     def _rank(self, entry: Entry, event: ev.RankMoved) -> None:
-        pipeline = self._named(event.pipeline)
+        pipeline = self._pipelines[event.pipeline]
         pipeline.claimed.discard(event.rank)
         if event.phase is Phase.RISING:
             pipeline.waking.add(event.rank)
@@ -147,10 +111,10 @@ class OrderChecks:
 
     def _claimed(self, entry: Entry, event: ev.Claimed) -> None:
         if event.cluster == ACTOR_INFER:
-            self._named(event.pipeline).claimed.add(event.rank)
+            self._pipelines[event.pipeline].claimed.add(event.rank)
 
     def _claim_dropped(self, entry: Entry, event: ev.ClaimDropped) -> None:
-        self._named(event.pipeline).claimed.discard(event.rank)
+        self._pipelines[event.pipeline].claimed.discard(event.rank)
 
     # Invariant 5.
 
@@ -175,8 +139,8 @@ class OrderChecks:
             self._check_published(entry.source, pipeline)
 
     def _released(self, entry: Entry, event: ev.Released) -> None:
-        if event.cluster == ACTOR_TRAIN and not self._gap:
-            self._check_published(event.pipeline, self._named(event.pipeline))
+        if event.cluster == ACTOR_TRAIN and not self._ledger.gap:
+            self._check_published(event.pipeline, self._pipelines[event.pipeline])
 
     def _check_published(self, who: str, pipeline: _Pipeline) -> None:
         if pipeline.fenced or pipeline.trained_version is None:

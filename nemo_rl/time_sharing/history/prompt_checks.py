@@ -10,13 +10,14 @@ one of them, and a request keeps the version of it that it began with.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from nemo_rl.time_sharing.history.clocks import Clocks
+from nemo_rl.time_sharing.history.ledger import Checks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.utils import record_events as rec
-from nemo_rl.utils.record import Entry, Handler
+from nemo_rl.utils.record import Entry
 from nemo_rl.utils.record_events import RecordedSpan, job_of_adapter
 
 
@@ -70,34 +71,12 @@ class _Pipeline:
     gone: bool = False
 
 
-class PromptChecks:
+class PromptChecks(Checks):
     """Watches groups, requests and syncs of every pipeline."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[int, str]] = []
-        self._pipelines: dict[str, _Pipeline] = {}
-
-    def handlers(self) -> dict[type, Handler]:
-        return {
-            ev.Registered: self._registered,
-            ev.Unregistered: self._unregistered,
-            ev.CommandSent: self._sent,
-            rec.RecordOpened: self._opened,
-            rec.StepBegun: self._step_begun,
-            rec.GroupAdmitted: self._admitted,
-            rec.GroupCommitted: self._committed,
-            rec.GroupTrained: self._trained,
-            rec.GroupDropped: self._dropped,
-            rec.StepFinished: self._step,
-            rec.TokensGenerated: self._tokens,
-            rec.RequestSubmitted: self._submitted,
-            rec.RequestFinished: self._finished,
-            rec.SyncStarted: self._sync_started,
-            rec.SyncFinished: self._synced,
-        }
-
-    def tail_lost(self, entry: Entry) -> None:
-        """Does nothing: its events are in the pipelines' own records, which are whole."""
+        super().__init__()
+        self._pipelines: defaultdict[str, _Pipeline] = defaultdict(_Pipeline)
 
     def finish(self, clocks: Clocks, ended: bool) -> None:
         if not ended:
@@ -107,18 +86,11 @@ class PromptChecks:
                 for group in pipeline.groups.keys() - pipeline.earlier:
                     self._bad(2, f"prompt group {group} of {name} was admitted and never trained or dropped")
 
-    def _bad(self, invariant: int, message: str) -> None:
-        self.found.append((invariant, message))
-
     def _of(self, entry: Entry) -> _Pipeline:
-        name = entry.source.partition("/")[0]
-        pipeline = self._pipelines.get(name)
-        if pipeline is None:
-            pipeline = self._pipelines[name] = _Pipeline()
-        return pipeline
+        return self._pipelines[entry.source.partition("/")[0]]
 
     def _registered(self, entry: Entry, event: ev.Registered) -> None:
-        pipeline = self._pipelines.setdefault(event.pipeline, _Pipeline())
+        pipeline = self._pipelines[event.pipeline]
         pipeline.staleness, pipeline.gone = event.staleness, False
         pipeline.loaded.clear()
         pipeline.running.clear()
@@ -128,7 +100,7 @@ class PromptChecks:
         pipeline.trained_in_step.clear()
 
     def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
-        pipeline = self._pipelines.setdefault(event.pipeline, _Pipeline())
+        pipeline = self._pipelines[event.pipeline]
         # Groups of a pipeline that was ended by force are lost with it; one that left by itself had to account for
         # them.
         pipeline.gone = event.reason != "left"

@@ -10,134 +10,65 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from nemo_rl.time_sharing.history.clocks import Clocks
+from nemo_rl.time_sharing.history.ledger import Checks, Ledger
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.quotas import NO_QUOTAS, Quotas
-from nemo_rl.time_sharing.protocol.topology import Pool
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, Phase
-from nemo_rl.utils.record import Entry, Handler
-
-_Key = tuple[str, str, int]
+from nemo_rl.utils.record import Entry
 
 
-class QuotaChecks:
+class QuotaChecks(Checks):
     """Follows claims, leases and slot-seconds of each node of the quotas."""
 
-    def __init__(self) -> None:
-        self.found: list[tuple[int, str]] = []
-        self._pool = Pool(1, 1)
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
         self._quotas = NO_QUOTAS
-        self._pipelines: dict[str, ev.Registered] = {}
-        self._claims: dict[_Key, tuple[int, ...]] = {}
-        self._held: dict[_Key, tuple[int, ...]] = {}
         self._use: dict[str, float] = {}
         self._weighed_at = self._counted_at = 0.0
         self._had: dict[str, float] = {}
-        self._knows_all, self._recovering = True, False
-
-    def handlers(self) -> dict[type, Handler]:
-        return {
-            ev.PoolOpened: self._opened,
-            ev.SchedulerStarted: self._started,
-            ev.InventoryDone: self._inventory_done,
-            ev.QuotasSet: self._quotas_set,
-            ev.UseWeighed: self._weighed,
-            ev.Registered: self._registered,
-            ev.Unregistered: self._unregistered,
-            ev.Claimed: self._claimed,
-            ev.ClaimDropped: self._claim_dropped,
-            ev.Granted: self._granted,
-            ev.Released: self._released,
-            ev.RankMoved: self._rank,
-        }
+        self._knows_all = True
 
     def tail_lost(self, entry: Entry) -> None:
         """What was held in the gap is unknown."""
         self._knows_all = False
-        self._claims.clear()
-        self._held.clear()
-        self._had.clear()
-
-    def finish(self, clocks: Clocks, ended: bool) -> None:
-        pass
-
-    def _opened(self, entry: Entry, event: ev.PoolOpened) -> None:
-        self._pool = event.pool
-
-    def _started(self, entry: Entry, event: ev.SchedulerStarted) -> None:
-        self._recovering = event.term > 1
-
-    def _inventory_done(self, entry: Entry, event: ev.InventoryDone) -> None:
-        self._recovering = False
 
     def _quotas_set(self, entry: Entry, event: ev.QuotasSet) -> None:
         self._weigh(entry.time)
-        self._quotas = Quotas(event.nodes, event.half_life_s, self._pool.slots_per_gpu)
-
-    def _registered(self, entry: Entry, event: ev.Registered) -> None:
-        self._pipelines[event.pipeline] = event
-
-    def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
-        self._count(entry.time)
-        for holds in (self._claims, self._held):
-            for key in [key for key in holds if key[0] == event.pipeline]:
-                del holds[key]
-        self._pipelines.pop(event.pipeline, None)
+        self._quotas = Quotas(event.nodes, event.half_life_s, self._ledger.pool.slots_per_gpu)
 
     # Limits.
 
     def _claimed(self, entry: Entry, event: ev.Claimed) -> None:
-        self._claims[event.pipeline, event.cluster, event.rank] = event.gpus
-        if self._recovering or not self._knows_all:
+        if self._ledger.recovering or not self._knows_all:
             return
+        claims = self._ledger.claims | {event.key: event.gpus}
         for node in self._above(event.pipeline):
-            below = {name for name in self._pipelines if node in self._above(name)}
-            holds = (*self._claims.items(), *self._held.items())
-            gpus = {gpu for (name, _, _), gpus in holds if name in below for gpu in gpus}
-            has = sum(gpu < self._pool.slots for gpu in gpus)
+            holds = (*claims.items(), *self._ledger.leases.items())
+            gpus = {gpu for (name, _, _), gpus in holds if node in self._above(name) for gpu in gpus}
+            has = self._slots(gpus)
             if has > (most := self._quotas.most.get(node, has)):
                 what = f"{event.pipeline} is promised GPUs {event.gpus}: {node} would have {has} slots, {most} may be"
-                self.found.append((11, what))
+                self._bad(11, what)
 
     def _above(self, pipeline: str) -> tuple[str, ...]:
-        return self._quotas.above(self._pipelines[pipeline]) if pipeline in self._pipelines else ()
+        return self._quotas.above(self._ledger.registered[pipeline])
 
-    def _claim_dropped(self, entry: Entry, event: ev.ClaimDropped) -> None:
-        self._claims.pop((event.pipeline, event.cluster, event.rank), None)
+    def _slots(self, gpus: Iterable[int]) -> int:
+        return sum(gpu < self._ledger.pool.slots for gpu in gpus)
 
     # Use.
 
-    def _granted(self, entry: Entry, event: ev.Granted) -> None:
+    def _lease_changes(self, entry: Entry, event: ev.Granted | ev.Released | ev.RankMoved | ev.Unregistered) -> None:
         self._count(entry.time)
-        key = (event.pipeline, event.cluster, -1)
-        self._claims.pop(key, None)
-        self._held[key] = event.gpus
-
-    def _released(self, entry: Entry, event: ev.Released) -> None:
-        self._count(entry.time)
-        self._held.pop((event.pipeline, event.cluster, -1), None)
-
-    def _rank(self, entry: Entry, event: ev.RankMoved) -> None:
-        key = (event.pipeline, ACTOR_INFER, event.rank)
-        if event.phase in (Phase.RISING, Phase.BUILDING):
-            self._count(entry.time)
-            self._claims.pop(key, None)
-            if (owner := self._pipelines.get(event.pipeline)) is not None:
-                infer = next(cluster for cluster in owner.clusters if cluster.name == ACTOR_INFER)
-                self._held[key] = infer.gpus[event.rank * infer.tp_size : (event.rank + 1) * infer.tp_size]
-        elif event.phase is Phase.ASLEEP:
-            self._count(entry.time)
-            self._held.pop(key, None)
 
     def _count(self, time: float) -> None:
         """Adds what was held until now."""
         seconds, self._counted_at = time - self._counted_at, time
         if not seconds or not self._quotas.nodes:
             return
-        for (name, _, _), gpus in self._held.items():
-            slots = sum(gpu < self._pool.slots for gpu in gpus)
+        for (name, _, _), gpus in self._ledger.leases.items():
             for node in self._above(name):
-                self._had[node] = self._had.get(node, 0.0) + slots * seconds
+                self._had[node] = self._had.get(node, 0.0) + self._slots(gpus) * seconds
 
     def _weigh(self, time: float) -> None:
         self._count(time)
@@ -151,8 +82,8 @@ class QuotaChecks:
         self._weigh(entry.time)
         for node in sorted(event.use.keys() | self._use):
             said, had = event.use.get(node, 0.0), self._use.get(node, 0.0)
-            if self._knows_all and not self._recovering and abs(said - had) > 1.0 + 1e-3 * had:
-                self.found.append((11, f"{node} is said to have had {said:.0f} slot-seconds of late, it had {had:.0f}"))
+            if self._knows_all and not self._ledger.recovering and abs(said - had) > 1.0 + 1e-3 * had:
+                self._bad(11, f"{node} is said to have had {said:.0f} slot-seconds of late, it had {had:.0f}")
         self._use = dict(event.use)
 
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from nemo_rl.time_sharing.history.absences import NODE_EVENTS, Absences, NodeEvent
 from nemo_rl.time_sharing.history.clocks import Clocks
+from nemo_rl.time_sharing.history.ledger import Checks, Ledger
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, Phase, Priority
-from nemo_rl.utils.record import Entry, Handler
+from nemo_rl.utils.record import Entry
 
 _FOLLOWING = {
     Phase.ASLEEP: {Phase.RISING, Phase.BUILDING},
@@ -90,12 +90,12 @@ class _Pipeline:
         return Priority.INITIALIZATION in [*self.holds.values(), *(request.priority for request in wanted)]
 
 
-class RuleChecks:
+class RuleChecks(Checks):
     """Watches ranks, requests and claims."""
 
-    def __init__(self) -> None:
-        self.found: list[tuple[int, str]] = []
-        self._limits: dict[str, float] = {}
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
         self._pipelines: dict[str, _Pipeline] = {}
         self._incarnations: dict[str, int] = {}
         self._commands: dict[str, tuple[str, int, int]] = {}
@@ -107,38 +107,9 @@ class RuleChecks:
         """Requests that took GPUs of such ranks: what is wrong with that, whose rank it was and all GPUs of it."""
         self._claims_at: tuple[float, list[ev.Claimed]] = (0.0, [])
         self._term = self._newest_epoch = 0
-        self._gap = self._recovering = False
-        self._absences = Absences()
-
-    def handlers(self) -> dict[type, Handler]:
-        return {
-            ev.PoolOpened: self._opened,
-            ev.SchedulerStarted: self._started,
-            ev.InventoryDone: self._inventory_done,
-            ev.Registered: self._registered,
-            ev.Unregistered: self._unregistered,
-            ev.Leaving: self._leaving,
-            ev.Paused: self._paused,
-            ev.Resumed: self._paused,
-            ev.Fenced: self._fenced,
-            ev.DemandReported: self._demand,
-            ev.Requested: self._requested,
-            ev.RequestDropped: self._request_dropped,
-            ev.Claimed: self._claimed,
-            ev.ClaimDropped: self._claim_dropped,
-            ev.Granted: self._granted,
-            ev.PriorityChanged: self._priority_changed,
-            ev.Released: self._released,
-            ev.RankMoved: self._rank_moved,
-            ev.RankCooling: self._cooling,
-            ev.CommandSent: self._sent,
-            ev.CommandEnded: self._command_ended,
-            **dict.fromkeys(NODE_EVENTS, self._node),
-        }
 
     def tail_lost(self, entry: Entry) -> None:
         """Restarts from the new scheduler's entries; pipelines that it does not name again are forgotten."""
-        self._gap = True
         self._pipelines.clear()
         self._commands.clear()
         self._passed.clear()
@@ -147,49 +118,29 @@ class RuleChecks:
     def finish(self, clocks: Clocks, ended: bool) -> None:
         self._judge_taken(math.inf)
 
-    def _bad(self, message: str) -> None:
-        self.found.append((11, message))
-
-    def _known(self, name: str) -> _Pipeline | None:
-        """The pipeline, if all that is judged is known of it."""
-        return self._pipelines.get(name)
-
-    @property
-    def _judges(self) -> bool:
-        return not self._gap and not self._recovering
-
     # Schedulers and pipelines.
-
-    def _opened(self, entry: Entry, event: ev.PoolOpened) -> None:
-        self._limits = dict(event.limits)
-        self._absences.take(event, entry.time)
 
     def _forbidden(self, rank: int) -> frozenset[int]:
         """GPUs that a rank, or a fixed cluster (-1), may not get: what trains on a node that is to leave ends first."""
-        return self._absences.gone if rank >= 0 else self._absences.away
-
-    def _node(self, entry: Entry, event: NodeEvent) -> None:
-        self._absences.take(event, entry.time)
+        return self._ledger.absences.gone if rank >= 0 else self._ledger.absences.away
 
     def _started(self, entry: Entry, event: ev.SchedulerStarted) -> None:
         if event.term <= self._term:
-            self._bad(f"a scheduler of term {event.term} starts after one of term {self._term}")
-        self._term, self._recovering = max(event.term, self._term), event.term > 1
-
-    def _inventory_done(self, entry: Entry, event: ev.InventoryDone) -> None:
-        self._gap = self._recovering = False
+            self._bad(11, f"a scheduler of term {event.term} starts after one of term {self._term}")
+        self._term = max(event.term, self._term)
 
     def _registered(self, entry: Entry, event: ev.Registered) -> None:
         name, before = event.pipeline, self._incarnations.get(event.pipeline, -1)
         if event.incarnation <= before:
-            self._bad(f"{name} is registered as incarnation {event.incarnation} after {before}")
+            self._bad(11, f"{name} is registered as incarnation {event.incarnation} after {before}")
         self._incarnations[name] = max(before, event.incarnation)
         # Each incarnation numbers its requests from the start.
         self._passed = {label: times for label, times in self._passed.items() if label.rpartition("#")[0] != name}
         if not 0 <= event.min_share <= event.max_share <= 1 or event.max_share == 0 or event.weight <= 0:
             self._bad(
+                11,
                 f"{name} is registered with weight {event.weight:g} and shares from {event.min_share:g} to "
-                f"{event.max_share:g}"
+                f"{event.max_share:g}",
             )
         infer = next(cluster for cluster in event.clusters if cluster.name == ACTOR_INFER)
         ranks = len(infer.gpus) // infer.tp_size
@@ -200,24 +151,24 @@ class RuleChecks:
         self._pipelines.pop(event.pipeline, None)
 
     def _leaving(self, entry: Entry, event: ev.Leaving) -> None:
-        if (pipeline := self._known(event.pipeline)) is not None:
+        if (pipeline := self._pipelines.get(event.pipeline)) is not None:
             pipeline.leaving = True
 
     def _paused(self, entry: Entry, event: ev.Paused | ev.Resumed) -> None:
-        if (pipeline := self._known(event.pipeline)) is not None:
+        if (pipeline := self._pipelines.get(event.pipeline)) is not None:
             pipeline.paused = isinstance(event, ev.Paused)
 
     def _fenced(self, entry: Entry, event: ev.Fenced) -> None:
-        if (pipeline := self._known(event.pipeline)) is not None:
+        if (pipeline := self._pipelines.get(event.pipeline)) is not None:
             pipeline.fenced = True
             pipeline.requests.clear()
 
     def _demand(self, entry: Entry, event: ev.DemandReported) -> None:
-        pipeline = self._known(event.pipeline)
+        pipeline = self._pipelines.get(event.pipeline)
         if pipeline is None:
             return
         if event.seq <= pipeline.newest_demand:
-            self._bad(f"{event.pipeline} reports demand {event.seq} after {pipeline.newest_demand}")
+            self._bad(11, f"{event.pipeline} reports demand {event.seq} after {pipeline.newest_demand}")
         pipeline.newest_demand = max(event.seq, pipeline.newest_demand)
         pipeline.demand = max(event.target - event.done, 0) * event.unit
         pipeline.measured_batch = event.rank_batch
@@ -225,21 +176,23 @@ class RuleChecks:
     # Requests and claims.
 
     def _requested(self, entry: Entry, event: ev.Requested) -> None:
-        pipeline = self._known(event.pipeline)
+        pipeline = self._pipelines.get(event.pipeline)
         if pipeline is None:
             return
         if event.request <= pipeline.newest_request:
-            self._bad(f"request {event.request} of {event.pipeline} is taken after request {pipeline.newest_request}")
+            self._bad(
+                11, f"request {event.request} of {event.pipeline} is taken after request {pipeline.newest_request}"
+            )
         pipeline.newest_request = max(event.request, pipeline.newest_request)
         pipeline.requests[event.cluster] = event
 
     def _request_dropped(self, entry: Entry, event: ev.RequestDropped) -> None:
-        pipeline = self._known(event.pipeline)
+        pipeline = self._pipelines.get(event.pipeline)
         if pipeline is None:
             return
         request = pipeline.requests.pop(event.cluster, None)
         if request is not None and request.request != event.request:
-            self._bad(f"request {event.request} of {event.pipeline} is dropped, open is {request.request}")
+            self._bad(11, f"request {event.request} of {event.pipeline} is dropped, open is {request.request}")
         if (event.cluster, -1) in pipeline.claims:
             self._left_claimed = (entry.time, event.pipeline, event.cluster)
 
@@ -247,19 +200,19 @@ class RuleChecks:
         self._check_left_claim(entry)
         self._judge_taken(entry.time)
         self._claims_at[1].append(event)
-        pipeline, who = self._known(event.pipeline), f"{event.pipeline}/{event.cluster}"
-        if self._recovering:
-            self._bad(f"GPUs {event.gpus} are promised to {who} before the scheduler has taken stock")
+        pipeline, who = self._pipelines.get(event.pipeline), f"{event.pipeline}/{event.cluster}"
+        if self._ledger.recovering:
+            self._bad(11, f"GPUs {event.gpus} are promised to {who} before the scheduler has taken stock")
         for passed in event.passed:
             self._passed[passed] = self._passed.get(passed, 0) + 1
-            if self._passed[passed] > self._limits.get("max_backfills", math.inf):
-                self._bad(f"request {passed} is passed for the {self._passed[passed]}th time, by {who}")
+            if self._passed[passed] > self._ledger.limits.get("max_backfills", math.inf):
+                self._bad(11, f"request {passed} is passed for the {self._passed[passed]}th time, by {who}")
         if gone := sorted(self._forbidden(event.rank).intersection(event.gpus)):
-            self._bad(f"GPUs {event.gpus} are promised to {who}, and the node of GPU {gone[0]} is leaving or away")
+            self._bad(11, f"GPUs {event.gpus} are promised to {who}, and the node of GPU {gone[0]} is leaving or away")
         if pipeline is None:
             return
         if pipeline.fenced or pipeline.withdraws:
-            self._bad(f"GPUs {event.gpus} are promised to {who}, which is leaving, paused or fenced")
+            self._bad(11, f"GPUs {event.gpus} are promised to {who}, which is leaving, paused or fenced")
         if event.rank >= 0:
             self._claimed_rank(entry, event, pipeline)
         else:
@@ -269,20 +222,20 @@ class RuleChecks:
     def _claimed_rank(self, entry: Entry, event: ev.Claimed, pipeline: _Pipeline) -> None:
         rank, who = pipeline.rank(event.rank), f"rank {event.rank} of {event.pipeline}"
         if rank.phase is not Phase.ASLEEP:
-            self._bad(f"{who} is to wake while it is {rank.phase.value}")
+            self._bad(11, f"{who} is to wake while it is {rank.phase.value}")
         if rank.cools_until > entry.time:
-            self._bad(f"{who} is to wake at {entry.time:.1f} s, it cools off until {rank.cools_until:.1f} s")
+            self._bad(11, f"{who} is to wake at {entry.time:.1f} s, it cools off until {rank.cools_until:.1f} s")
         if not event.ahead and pipeline.up >= pipeline.useful:
-            self._bad(f"{who} is to wake, {pipeline.up} of {pipeline.useful} ranks that are of use are up")
+            self._bad(11, f"{who} is to wake, {pipeline.up} of {pipeline.useful} ranks that are of use are up")
 
     def _claimed_cluster(self, entry: Entry, event: ev.Claimed, pipeline: _Pipeline) -> None:
         request = pipeline.requests.get(event.cluster)
         if request is None or request.request != event.request:
-            self._bad(f"{event.pipeline}/{event.cluster} is claimed for request {event.request}, which is not open")
+            self._bad(11, f"{event.pipeline}/{event.cluster} is claimed for request {event.request}, which is not open")
         elif request.priority is Priority.INITIALIZATION and not pipeline.holds:
             others = [n for n, p in self._pipelines.items() if n != event.pipeline and p.initialises]
-            if 0 < self._limits.get("max_initialising", 0) <= len(others):
-                self._bad(f"{event.pipeline} may initialise beside {', '.join(others)}")
+            if 0 < self._ledger.limits.get("max_initialising", 0) <= len(others):
+                self._bad(11, f"{event.pipeline} may initialise beside {', '.join(others)}")
         evicted_at, evicted = self._evicted
         robbed = {evicted[gpu] for gpu in event.gpus if gpu in evicted} if evicted_at == entry.time else set()
         for holder, gpus in sorted(robbed):
@@ -299,12 +252,12 @@ class RuleChecks:
         for what, holder, gpus in self._taken:
             others = [claim for claim in self._claims_at[1] if claim.rank >= 0 or claim.pipeline == holder]
             if all(set(gpus).isdisjoint(claim.gpus) for claim in others):
-                self._bad(what)
+                self._bad(11, what)
         self._taken.clear()
         self._claims_at = (time, list[ev.Claimed]())
 
     def _claim_dropped(self, entry: Entry, event: ev.ClaimDropped) -> None:
-        if (pipeline := self._known(event.pipeline)) is not None:
+        if (pipeline := self._pipelines.get(event.pipeline)) is not None:
             pipeline.claims.pop((event.cluster, event.rank), None)
         if self._left_claimed is not None and self._left_claimed[1:] == (event.pipeline, event.cluster):
             self._left_claimed = None
@@ -314,55 +267,60 @@ class RuleChecks:
         if self._left_claimed is not None and entry.time > self._left_claimed[0]:
             _, name, cluster = self._left_claimed
             self._left_claimed = None
-            self._bad(f"the claim of {name}/{cluster} outlives its request")
+            self._bad(11, f"the claim of {name}/{cluster} outlives its request")
 
     def _lease_begins(self, entry: Entry, pipeline: _Pipeline | None, key: tuple[str, int], epoch: int) -> None:
         """A lease from a claim must have a new epoch; leases without a claim come from an inventory."""
         claim = pipeline.claims.pop(key, None) if pipeline is not None else None
-        if claim is not None and self._recovering and not self._gap:
-            self._bad(f"GPUs {claim.gpus} go to {claim.pipeline}/{key[0]} before the scheduler has taken stock")
+        if claim is not None and self._ledger.recovering and not self._ledger.gap:
+            self._bad(11, f"GPUs {claim.gpus} go to {claim.pipeline}/{key[0]} before the scheduler has taken stock")
         if claim is not None and epoch <= self._newest_epoch:
-            self._bad(f"{claim.pipeline}/{key[0]} gets epoch {epoch}, there was {self._newest_epoch} before")
+            self._bad(11, f"{claim.pipeline}/{key[0]} gets epoch {epoch}, there was {self._newest_epoch} before")
         if claim is not None and not self._forbidden(claim.rank).isdisjoint(claim.gpus):
-            self._bad(f"GPUs {claim.gpus} go to {claim.pipeline}/{key[0]}, and a node of theirs is leaving or away")
+            self._bad(11, f"GPUs {claim.gpus} go to {claim.pipeline}/{key[0]}, and a node of theirs is leaving or away")
         self._newest_epoch = max(epoch, self._newest_epoch)
 
     def _granted(self, entry: Entry, event: ev.Granted) -> None:
         self._check_left_claim(entry)
-        pipeline = self._known(event.pipeline)
+        pipeline = self._pipelines.get(event.pipeline)
         self._lease_begins(entry, pipeline, (event.cluster, -1), event.epoch)
         if pipeline is not None:
             pipeline.requests.pop(event.cluster, None)
             pipeline.holds[event.cluster] = event.priority
 
     def _priority_changed(self, entry: Entry, event: ev.PriorityChanged) -> None:
-        if (pipeline := self._known(event.pipeline)) is not None:
+        if (pipeline := self._pipelines.get(event.pipeline)) is not None:
             pipeline.requests.pop(event.cluster, None)
             pipeline.holds[event.cluster] = event.priority
 
     def _released(self, entry: Entry, event: ev.Released) -> None:
         self._check_left_claim(entry)
-        if (pipeline := self._known(event.pipeline)) is not None:
+        if (pipeline := self._pipelines.get(event.pipeline)) is not None:
             pipeline.holds.pop(event.cluster, None)
 
     # Ranks and commands.
 
     def _rank_moved(self, entry: Entry, event: ev.RankMoved) -> None:
         self._check_left_claim(entry)
-        pipeline, who = self._known(event.pipeline), f"rank {event.rank} of {event.pipeline}"
+        pipeline, who = self._pipelines.get(event.pipeline), f"rank {event.rank} of {event.pipeline}"
         begins = event.phase in (Phase.RISING, Phase.BUILDING)
         if begins:
             self._lease_begins(entry, pipeline, (ACTOR_INFER, event.rank), event.epoch)
         if pipeline is None:
             return
         rank = pipeline.rank(event.rank)
-        if self._judges and event.phase not in _FOLLOWING[rank.phase]:
-            self._bad(f"{who} goes from {rank.phase.value} to {event.phase.value}")
-        if self._judges and not begins and event.epoch != rank.epoch:
-            self._bad(f"{who} is {event.phase.value} under epoch {event.epoch}, its lease has {rank.epoch}")
+        if self._ledger.settled and event.phase not in _FOLLOWING[rank.phase]:
+            self._bad(11, f"{who} goes from {rank.phase.value} to {event.phase.value}")
+        if self._ledger.settled and not begins and event.epoch != rank.epoch:
+            self._bad(11, f"{who} is {event.phase.value} under epoch {event.epoch}, its lease has {rank.epoch}")
         # One that broke, whose pipeline or node leaves or that is of no use, goes to sleep for its own sake.
-        own = rank.cools_until > entry.time or pipeline.withdraws or not self._judges or pipeline.up > pipeline.useful
-        own = own or not self._absences.gone.isdisjoint(pipeline.gpus_of(event.rank))
+        own = (
+            rank.cools_until > entry.time
+            or pipeline.withdraws
+            or not self._ledger.settled
+            or pipeline.up > pipeline.useful
+        )
+        own = own or not self._ledger.absences.gone.isdisjoint(pipeline.gpus_of(event.rank))
         if event.phase is Phase.FALLING and rank.guaranteed and not own and self._in_slice(entry, rank, pipeline):
             if self._evicted[0] != entry.time:
                 self._evicted = (entry.time, {})
@@ -373,30 +331,30 @@ class RuleChecks:
         elif event.phase is Phase.SERVING:
             rank.served_since = entry.time
         elif event.phase is Phase.ASLEEP and rank.phase is Phase.FAILED:
-            rank.cools_until = max(rank.cools_until, entry.time + self._limits.get("quarantine_s", 0.0))
+            rank.cools_until = max(rank.cools_until, entry.time + self._ledger.limits.get("quarantine_s", 0.0))
         rank.phase, rank.epoch = event.phase, event.epoch
 
     def _in_slice(self, entry: Entry, rank: _Rank, pipeline: _Pipeline) -> bool:
-        seconds = max(self._limits.get("min_hold_s", 0.0), pipeline.slice_s)
+        seconds = max(self._ledger.limits.get("min_hold_s", 0.0), pipeline.slice_s)
         return rank.served_since is None or entry.time < rank.served_since + seconds
 
     def _cooling(self, entry: Entry, event: ev.RankCooling) -> None:
-        if (pipeline := self._known(event.pipeline)) is not None:
+        if (pipeline := self._pipelines.get(event.pipeline)) is not None:
             pipeline.rank(event.rank).cools_until = event.until
 
     def _sent(self, entry: Entry, event: ev.CommandSent) -> None:
         what = f"{event.verb} of rank {event.rank} of {event.pipeline}"
-        pipeline = self._known(event.pipeline)
+        pipeline = self._pipelines.get(event.pipeline)
         key = (event.pipeline, event.incarnation, event.rank)
         if pipeline is not None and event.rank >= 0:
             phase = pipeline.rank(event.rank).phase
             mine = event.incarnation == self._incarnations.get(event.pipeline)
-            if self._judges and mine and phase not in _MEANT_FOR.get(event.verb, ()):
-                self._bad(f"{what} is sent while it is {phase.value}")
-            if self._judges and key in self._commands.values():
-                self._bad(f"{what} is sent while another command of the rank is open")
+            if self._ledger.settled and mine and phase not in _MEANT_FOR.get(event.verb, ()):
+                self._bad(11, f"{what} is sent while it is {phase.value}")
+            if self._ledger.settled and key in self._commands.values():
+                self._bad(11, f"{what} is sent while another command of the rank is open")
             if pipeline.fenced and event.verb != "reap" and mine:
-                self._bad(f"{what} is sent though its pipeline is fenced")
+                self._bad(11, f"{what} is sent though its pipeline is fenced")
         self._commands[event.command] = key
 
     def _command_ended(self, entry: Entry, event: ev.CommandEnded) -> None:

@@ -7,60 +7,35 @@ postpones deadlines to that moment; commands and holds in a lost end of the log 
 
 from __future__ import annotations
 
-from nemo_rl.time_sharing.history.absences import NODE_EVENTS, Absences, NodeEvent
 from nemo_rl.time_sharing.history.clocks import SLACK_S, Clocks
+from nemo_rl.time_sharing.history.ledger import Checks, Ledger
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.utils import record_events as rec
-from nemo_rl.utils.record import Entry, Handler
+from nemo_rl.utils.record import Entry
 
 _OUTLIVED = ("could not be ended", "left")
 """Why a pipeline was unregistered whose processes may live on: one that left hears of it a moment later."""
 
 
-class WaitChecks:
+class WaitChecks(Checks):
     """Watches deadlines."""
 
-    def __init__(self) -> None:
-        self.found: list[tuple[int, str]] = []
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
         self._waits: dict[tuple[str, str], tuple[str, float]] = {}
         self._outlived: set[tuple[str, str]] = set()
         self._commands: dict[str, tuple[str, float]] = {}
         self._holds: dict[tuple[str, str], float] = {}
         self._restarted = float("-inf")
         self._isolated: float | None = None
-        self._isolation_s = self._lease_s = 0.0
         self._given_up: float | None = None
         """When an isolation was given up, as long as no pipeline has come or gone since."""
-        self._max_tick_s = 0.0
         self._drift_s = 0.0
-        self._gap = False
-        self._absences = Absences()
-        self._hold_gpus: dict[tuple[str, str], tuple[int, ...]] = {}
         self._by: dict[frozenset[int], float] = {}
         """When the GPUs of nodes that are to leave have to be free."""
 
-    def handlers(self) -> dict[type, Handler]:
-        return {
-            ev.PoolOpened: self._opened,
-            ev.SchedulerStarted: self._started,
-            ev.InventoryDone: self._inventory_done,
-            ev.ClockJumped: self._jumped,
-            ev.Isolated: self._isolated_now,
-            ev.Reconnected: self._reconnected,
-            ev.Registered: self._registered,
-            ev.Unregistered: self._unregistered,
-            ev.Granted: self._granted,
-            ev.Released: self._released,
-            ev.Fenced: self._fenced,
-            ev.CommandSent: self._sent,
-            ev.CommandEnded: self._ended,
-            rec.WaitBegun: self._begun,
-            rec.WaitEnded: self._wait_ended,
-            **dict.fromkeys(NODE_EVENTS, self._node),
-        }
-
     def tail_lost(self, entry: Entry) -> None:
-        self._gap = True
         self._commands.clear()
         self._holds.clear()
 
@@ -80,30 +55,24 @@ class WaitChecks:
         if now > self._effective(deadline):
             self._bad(8, f"{what} had to end by {deadline:.1f} s and never did, until {now:.1f} s")
 
-    def _bad(self, invariant: int, message: str) -> None:
-        self.found.append((invariant, message))
-
     def _effective(self, deadline: float) -> float:
         return max(deadline, self._restarted) + SLACK_S
 
     def _isolated_for(self, time: float) -> float:
         return 0.0 if self._isolated is None else time - self._isolated
 
-    def _opened(self, entry: Entry, event: ev.PoolOpened) -> None:
-        self._max_tick_s = event.limits.get("max_tick_s", 0.0)
-        self._isolation_s = event.limits.get("isolation_s", 0.0)
-        self._lease_s = event.limits.get("lease_s", 0.0)
-        self._absences.take(event, entry.time)
+    def _limit(self, name: str) -> float:
+        return self._ledger.limits.get(name, 0.0)
 
-    def _node(self, entry: Entry, event: NodeEvent) -> None:
-        gpus = self._absences.take(event, entry.time)
+    def _node(self, entry: Entry, event: ev.NodeDraining | ev.NodeAway | ev.NodeHere) -> None:
+        gpus = frozenset(self._ledger.pool.units_of([event.node]))
         self._by.pop(gpus, None)
         if isinstance(event, ev.NodeDraining) and event.by is not None:
             self._by[gpus] = event.by
 
     def _isolated_now(self, entry: Entry, event: ev.Isolated) -> None:
         self._isolated = entry.time
-        if self._given_up is not None and entry.time < self._given_up + self._lease_s / 2:
+        if self._given_up is not None and entry.time < self._given_up + self._limit("lease_s") / 2:
             self._bad(8, "the scheduler takes itself for cut off again before anybody can have been heard")
 
     def _reconnected(self, entry: Entry, event: ev.Reconnected) -> None:
@@ -116,10 +85,8 @@ class WaitChecks:
     def _end_isolation(self, time: float) -> None:
         assert self._isolated is not None  # noqa: S101 - callers looked
         seconds, self._isolated = time - self._isolated, None
-        if seconds > self._isolation_s + SLACK_S:
-            self._bad(
-                8, f"the scheduler took itself for cut off for {seconds:.1f} s of at most {self._isolation_s:g} s"
-            )
+        if seconds > (most := self._limit("isolation_s")) + SLACK_S:
+            self._bad(8, f"the scheduler took itself for cut off for {seconds:.1f} s of at most {most:g} s")
         self._commands = {key: (what, deadline + seconds) for key, (what, deadline) in self._commands.items()}
         self._holds = {key: until + seconds for key, until in self._holds.items()}
         self._by = {gpus: by + seconds for gpus, by in self._by.items()}
@@ -128,12 +95,9 @@ class WaitChecks:
         self._restarted = entry.time
         self._isolated = self._given_up = None
 
-    def _inventory_done(self, entry: Entry, event: ev.InventoryDone) -> None:
-        self._gap = False
-
     def _jumped(self, entry: Entry, event: ev.ClockJumped) -> None:
         self._restarted = entry.time
-        self._drift_s += abs(event.seconds) + self._max_tick_s
+        self._drift_s += abs(event.seconds) + self._limit("max_tick_s")
 
     def _registered(self, entry: Entry, event: ev.Registered) -> None:
         self._given_up = None
@@ -145,7 +109,7 @@ class WaitChecks:
         waits = [wait for wait in self._waits if wait[0].partition("/")[0] == event.pipeline]
         for wait in waits:
             del self._waits[wait]
-        if event.reason in _OUTLIVED or self._gap:
+        if event.reason in _OUTLIVED or self._ledger.gap:
             self._outlived.update(waits)
         for key in [key for key in self._holds if key[0] == event.pipeline]:
             del self._holds[key]
@@ -175,7 +139,7 @@ class WaitChecks:
     def _ended(self, entry: Entry, event: ev.CommandEnded) -> None:
         command = self._commands.pop(event.command, None)
         if command is None:
-            if not self._gap:
+            if not self._ledger.gap:
                 self._bad(8, f"command {event.command} ends without having been sent, or twice")
         elif entry.time > self._effective(command[1] + self._isolated_for(entry.time)):
             self._bad(
@@ -184,7 +148,6 @@ class WaitChecks:
 
     def _granted(self, entry: Entry, event: ev.Granted) -> None:
         self._holds[event.pipeline, event.cluster] = event.hold_until
-        self._hold_gpus[event.pipeline, event.cluster] = event.gpus
 
     def _released(self, entry: Entry, event: ev.Released) -> None:
         self._end_hold((event.pipeline, event.cluster), entry.time)
@@ -202,7 +165,8 @@ class WaitChecks:
 
     def _leaves(self, pipeline: str, cluster: str) -> list[float]:
         """When the nodes leave on which a hold is."""
-        return [by for gpus, by in self._by.items() if not gpus.isdisjoint(self._hold_gpus[pipeline, cluster])]
+        held = self._ledger.leases.get((pipeline, cluster, -1), ())
+        return [by for gpus, by in self._by.items() if not gpus.isdisjoint(held)]
 
     def _end_hold(self, hold: tuple[str, str], time: float) -> None:
         until = self._holds.pop(hold, None)
