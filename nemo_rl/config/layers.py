@@ -127,13 +127,14 @@ def _read_mapping(path: Path, heirs: tuple[Path, ...]) -> dict[str, Any]:
     try:
         values: Any = read_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError([_unreadable(error)], source=str(path)) from error
+        raise ConfigError([why_unreadable(error)], source=str(path)) from error
     if values is not None and not isinstance(values, dict):
         raise ConfigError([f"the root must be a mapping, not a {type(values).__name__}"], source=str(path))
     return {str(key): value for key, value in (values or {}).items()}
 
 
-def _unreadable(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+def why_unreadable(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+    """What is wrong with a file that is no YAML, with the line where that is known."""
     twice = re.fullmatch(r"found duplicate key (.*)", getattr(error, "problem", None) or "")
     if isinstance(error, yaml.MarkedYAMLError) and twice and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}: the key {twice[1]} is given twice in this mapping; leave one out"

@@ -179,7 +179,7 @@ def test_a_file_that_is_no_scenario_is_refused(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(ScenarioError, match="is a list"):
         load_scenario(tmp_path / "list.yaml")
     assert main(["simulate", str(tmp_path / "bad.yaml")]) == 2
-    assert "is not YAML" in capsys.readouterr().err
+    assert "not readable as YAML" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["two_jobs", "twelve_jobs", "two_hundred_jobs", "with_faults"])

@@ -104,13 +104,10 @@ def test_an_unknown_key_is_answered_with_the_nearest_one_and_all_that_are_valid(
     ("text", "message"),
     [
         (b"", "is empty; a scenario has at least `jobs`"),
-        (b"name: \xff\n", "is not UTF-8 text (byte 6)"),
-        (
-            b"name: a\njobs: []\nname: b\n",
-            "mistake in line 3, column 1: the key 'name' is given twice, first in line 1",
-        ),
-        (b"jobs:\n  - {name: a, steps: 1, steps: 2}\n", "the key 'steps' is given twice"),
-        (b"jobs: [\n", "is not YAML in line 2"),
+        (b"name: \xff\n", "not readable as YAML: 'utf-8' codec can't decode byte 0xff in position 6"),
+        (b"name: a\njobs: []\nname: b\n", "line 3: the key name is given twice in this mapping"),
+        (b"jobs:\n  - {name: a, steps: 1, steps: 2}\n", "the key steps is given twice"),
+        (b"jobs: [\n", "not readable as YAML: while parsing"),
         (b"- 1\n", "a scenario is a mapping of keys, this is a list"),
     ],
 )

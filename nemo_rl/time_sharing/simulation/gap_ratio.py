@@ -37,7 +37,6 @@ class _Row:
     tp: int
     remaining: float
     target: float
-    waits: bool
     active: int
     tau: float = 0.0
     wanted_gpus: int = 0
@@ -119,7 +118,7 @@ def _rows(plan_state: PlanState) -> list[_Row]:
         waits = pipeline.unscheduled_since is not None
         target = float(demand.target * demand.unit)
         remaining = float(demand.remaining) + (target if waits else 0.0)
-        rows.append(_Row(name, pipeline, pipeline.topology.tp, remaining, target, waits, plan_state.counts[name]))
+        rows.append(_Row(name, pipeline, pipeline.topology.tp, remaining, target, plan_state.counts[name]))
     return rows
 
 

@@ -34,7 +34,7 @@ from nemo_rl.time_sharing.simulation.baselines import (
 from nemo_rl.time_sharing.simulation.scenario import Scenario, ScenarioJob
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.viewing.timeline import HandoverWatch, percentile
-from nemo_rl.utils.record import Entry, NullRecord
+from nemo_rl.utils.record import Entry, NullRecord, Record
 
 
 @dataclass(slots=True)
@@ -56,7 +56,6 @@ class SimulatedOutcome:
     preemptions: int
     unfinished: tuple[str, ...]
     events: int
-    extra: dict[str, float] = field(default_factory=dict)
     fates: dict[str, str] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
 
@@ -102,24 +101,7 @@ class AloneTimes:
             world = World(alone(self._scenario, job), seed, lambda clock: NullRecord())
             self.watch(world)
             world.run()
-            run = world.jobs[job.name]
-            seconds = max(run.finished_at or world.loop.now, 1e-9)
-            handovers, preemptions = _handovers(world.entries)
-            busy = (run.train_gpu_s + run.generate_gpu_s) / (seconds * self._scenario.gpu_pool.slots)
-            fates = {job.name: run.fate} if run.fate else {}
-            slowdown = {} if fates else {job.name: 1.0}
-            self.known[key] = SimulatedOutcome(
-                seconds,
-                {job.name: seconds},
-                slowdown,
-                busy,
-                0.0,
-                handovers,
-                preemptions,
-                tuple(fates),
-                world.loop.events,
-                fates=fates,
-            )
+            self.known[key] = summarise(world, world.scenario, seed)
         return self.known[key]
 
 
@@ -217,29 +199,37 @@ def _as_run(scenario: Scenario, name: str, alone_times: AloneTimes) -> tuple[Sce
     return on_whole_gpus(scenario), alone_times.on_whole_gpus
 
 
-def run_way(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -> SimulatedOutcome:
-    """Simulates a scenario in one of the ways of `baselines.WAYS` and sums it up."""
+def run_way(
+    scenario: Scenario,
+    name: str,
+    seed: int,
+    alone_times: AloneTimes,
+    make_record: Callable[[Callable[[], float]], Record] = lambda clock: NullRecord(),
+) -> SimulatedOutcome:
+    """Simulates a scenario in one of the ways of `baselines.WAYS` and sums it up. `make_record`: see `Surroundings`."""
     scenario, alone_times = _as_run(scenario, name, alone_times)
     changed, rule = way(scenario, name)
     validator = accept_all if name in (GAP_RATIO, GAP_RATIO_DECISIONS) else validate
     queue = batch_queue(scenario, name, seed, alone_times)
-    world = World(changed, seed, lambda clock: NullRecord(), rule=rule, validator=validator, queue=queue)
+    world = World(changed, seed, make_record, rule=rule, validator=validator, queue=queue)
     alone_times.watch(world)
     world.run()
     return summarise(world, scenario, seed, alone_times)
 
 
-def summarise(world: World, scenario: Scenario, seed: int, alone_times: AloneTimes) -> SimulatedOutcome:
-    """Outcome of a finished simulation."""
+def summarise(world: World, scenario: Scenario, seed: int, alone_times: AloneTimes | None = None) -> SimulatedOutcome:
+    """Outcome of a finished simulation. `alone_times`: of its jobs; None where it is of one job alone."""
     seconds: dict[str, float] = {}
     slowdown: dict[str, float] = {}
     fates: dict[str, str] = {}
     for job in scenario.jobs:
         run = world.jobs[job.name]
         end = run.finished_at if run.finished_at is not None else world.loop.now
-        seconds[job.name] = max(end - job.arrive_s, 0.0)
+        seconds[job.name] = max(end - job.arrive_s, 1e-9)
         if run.fate:
             fates[job.name] = run.fate
+        elif alone_times is None:
+            slowdown[job.name] = 1.0
         elif job.leaves_s is None and not alone_times.run(job, seed).unfinished:
             slowdown[job.name] = seconds[job.name] / alone_times.of(job, seed)
     for plan in scenario.adapter_jobs:

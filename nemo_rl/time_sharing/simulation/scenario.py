@@ -290,6 +290,12 @@ class ScenarioJob(_Section):
         )
 
     @property
+    def options(self) -> dict[str, Any]:
+        """Options of its registration, but for its batch and its user's group."""
+        names = ("weight", "min_share", "max_share", "staleness", "slice_s", "drain_s", "user", "priority")
+        return {name: getattr(self, name) for name in (*names, "full_overlap")}
+
+    @property
     def rank_sizes(self) -> dict[str, int]:
         """GPUs of one rank of each of its clusters."""
         return dict.fromkeys(self.mappings, 1) | {ACTOR_INFER: self.tp}

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_rl.config.errors import UserError, did_you_mean
+from nemo_rl.config.layers import read_yaml, why_unreadable
 from nemo_rl.time_sharing.protocol.quotas import share_problems
 from nemo_rl.time_sharing.protocol.topology import RegistrationError, register
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, COUNTS, SCAVENGER, Limits, limits_from
@@ -31,44 +32,16 @@ class ScenarioError(UserError, ValueError):
     """A scenario file cannot be used; each line of the message is one mistake with the path of its key."""
 
 
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, and reads 1e3 as the number that it is in YAML 1.2."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
-        seen: dict[str, int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-                continue
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} is given twice, first in line {seen[key.value]}", key.start_mark
-                )
-            seen[key.value] = key.start_mark.line + 1
-        return super().construct_mapping(node, deep=deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
 def read_mapping(path: Path) -> dict[object, object]:
-    """The mapping in a YAML file. Raises ScenarioError for a file that cannot be read, is not UTF-8, not YAML, or holds
-    something else.
+    """The mapping in a YAML file. Raises ScenarioError for a file that cannot be read, is not UTF-8, not YAML, gives a
+    key twice, or holds something else.
     """
     try:
-        given = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        given = read_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ScenarioError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ScenarioError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-        twice = "is given twice" in str(error.problem)
-        raise ScenarioError(f"{path}: {'mistake' if twice else 'is not YAML'}{place}: {error.problem}") from error
-    except yaml.YAMLError as error:
-        raise ScenarioError(f"{path}: is not YAML: {error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ScenarioError(f"{path}: {why_unreadable(error)}") from error
     if given is None:
         raise ScenarioError(f"{path}: is empty; a scenario has at least `jobs`, see {PAGE} and examples/time_sharing")
     if not isinstance(given, dict):
@@ -351,19 +324,7 @@ def _problems_of_job(scenario: Scenario, job: ScenarioJob) -> Iterator[tuple[str
     if job.tokens.max < job.tokens.median:
         yield "tokens.max", f"{job.tokens.max} is less than the median of {job.tokens.median:g} tokens"
     try:
-        register(
-            scenario.gpu_pool,
-            job.name,
-            job.name,
-            job.rank_sizes,
-            job.mappings,
-            weight=job.weight,
-            min_share=job.min_share,
-            max_share=job.max_share,
-            staleness=job.staleness,
-            priority=job.priority,
-            full_overlap=job.full_overlap,
-        )
+        register(scenario.gpu_pool, job.name, job.name, job.rank_sizes, job.mappings, **job.options)
     except RegistrationError as error:
         yield _of_registration(error)
 

@@ -21,12 +21,11 @@ from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.accounts import accounts_if_any
 from nemo_rl.time_sharing.log.comparison import LEGEND, Simulated
 from nemo_rl.time_sharing.log.reading import read_logs
-from nemo_rl.time_sharing.planning.validator import validate
-from nemo_rl.time_sharing.simulation.baselines import OURS, way, worth_comparing
+from nemo_rl.time_sharing.simulation.baselines import OURS, worth_comparing
 from nemo_rl.time_sharing.simulation.coverage import EXPECTED
 from nemo_rl.time_sharing.simulation.fit import fit as fit_scenario
 from nemo_rl.time_sharing.simulation.random_scenarios import run_many
-from nemo_rl.time_sharing.simulation.results import AloneTimes, SimulatedOutcome, run_way, summarise
+from nemo_rl.time_sharing.simulation.results import AloneTimes, SimulatedOutcome, run_way
 from nemo_rl.time_sharing.simulation.scenario import Scenario
 from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario
 from nemo_rl.time_sharing.simulation.tables import simulated
@@ -95,29 +94,34 @@ def simulate(chosen: argparse.Namespace) -> int:
     log = chosen.log or (chosen.report.with_suffix(".jsonl") if chosen.report else None)
     check_outputs(log, chosen.report)
     rows: list[tuple[str, list[SimulatedOutcome]]] = []
-    recording = _Recording(log) if log is not None else None
+    writer: RecordWriter | None = None
     ways = (OURS,) if chosen.only_ours else tuple(worth_comparing(scenario))
     progress = SimulationProgress(scenario, len(ways), chosen.runs)
     alone = AloneTimes(scenario, watch=progress.begins)
+
+    def record(clock: Callable[[], float]) -> Record:
+        nonlocal writer
+        if log is None or writer is not None:
+            return NullRecord()
+        # The first run's, kept open until the comparison of all runs is written to it.
+        log.unlink(missing_ok=True)
+        writer = RecordWriter(log, source="simulation", clock=clock)
+        return writer
+
     try:
         for name in ways:
             rows.append((name, []))
             for seed in range(chosen.seed, chosen.seed + chosen.runs):
                 logger.info("event=run way=%s seed=%d", name, seed)
                 progress.way = name
-                first = recording is not None and name == OURS and seed == chosen.seed
-                rows[-1][1].append(
-                    recording.run(scenario, seed, alone)
-                    if recording is not None and first
-                    else run_way(scenario, name, seed, alone)
-                )
+                rows[-1][1].append(run_way(scenario, name, seed, alone, record))
         said = simulated(scenario, chosen.seed, rows)
-        if recording is not None:
-            recording.add(said)
+        if writer is not None:
+            writer.emit(said)
     finally:
         progress.end()
-        if recording is not None:
-            recording.close()
+        if writer is not None:
+            writer.close()
     pool = scenario.gpu_pool
     slots = f" of {pool.slots_per_gpu} slots" if pool.slots_per_gpu > 1 else ""
     print(
@@ -173,35 +177,6 @@ class SimulationProgress:
 
 def _trained(world: World | None) -> int:
     return 0 if world is None else sum(world.jobs[job.name].trained_steps for job in world.scenario.jobs)
-
-
-class _Recording:
-    """The record of one run, kept open until the comparison of all runs is written to it."""
-
-    def __init__(self, log: Path) -> None:
-        self._log, self._end = log, 0.0
-        self._writer: RecordWriter | None = None
-
-    def run(self, scenario: Scenario, seed: int, alone: AloneTimes) -> SimulatedOutcome:
-        changed, rule = way(scenario, OURS)
-        world = World(changed, seed, self._open, rule=rule, validator=validate)
-        alone.watch(world)
-        world.run()
-        self._end = world.loop.now
-        return summarise(world, scenario, seed, alone)
-
-    def _open(self, clock: Callable[[], float]) -> Record:
-        self._log.unlink(missing_ok=True)
-        self._writer = RecordWriter(self._log, source="simulation", clock=clock)
-        return self._writer
-
-    def add(self, event: object) -> None:
-        if self._writer is not None:
-            self._writer.bind("simulation", clock=lambda: self._end).emit(event)
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
 
 
 def check_outputs(log: Path | None, report: Path | None) -> None:

@@ -220,17 +220,9 @@ class World(Surroundings):
                 spec.mappings,
                 self._reading(),
                 incarnation=incarnation,
-                weight=spec.weight,
-                min_share=spec.min_share,
-                max_share=spec.max_share,
-                staleness=spec.staleness,
                 rank_batch=UNMEASURED_RANK_BATCH if spec.measures_batch else spec.engine.good_batch,
-                slice_s=spec.slice_s,
-                drain_s=spec.drain_s,
-                user=spec.user,
                 group=self.scenario.users[spec.user].parent if spec.user else "",
-                priority=spec.priority,
-                full_overlap=spec.full_overlap,
+                **spec.options,
             )
         except StillRegistered:
             return None
@@ -340,11 +332,15 @@ class World(Surroundings):
             ("cancels", faults.cancels, self._strike_cancel),
             ("drains", faults.drains, self._strike_drain),
             ("withdrawals", faults.withdrawals, self._strike_withdrawal),
-            ("partitions", faults.partitions, self._strike_partition),
-            ("one-way partitions", faults.one_way_partitions, self._strike_one_way),
+            ("partitions", faults.partitions, lambda: self._cut_off_one(_BOTH_WAYS)),
+            (
+                "one-way partitions",
+                faults.one_way_partitions,
+                lambda: self._cut_off_one((self.rng.choice(_BOTH_WAYS),)),
+            ),
             ("outages", faults.outages, self._strike_outage),
-            ("stuck shards", faults.stuck_shards, self._strike_stuck),
-            ("slow shards", faults.slow_shards, self._strike_slow),
+            ("stuck shards", faults.stuck_shards, lambda: self._set_speed(0.0)),
+            ("slow shards", faults.slow_shards, lambda: self._set_speed(0.05)),
             ("clock jumps", faults.clock_jumps, self._strike_clock),
         ):
             if rate:
@@ -427,12 +423,6 @@ class World(Surroundings):
         job = self._some_job()
         return job is not None and job.take_back()
 
-    def _strike_partition(self) -> bool:
-        return self._cut_off_one(_BOTH_WAYS)
-
-    def _strike_one_way(self) -> bool:
-        return self._cut_off_one((self.rng.choice(_BOTH_WAYS),))
-
     def _cut_off_one(self, directions: tuple[str, ...]) -> bool:
         job = self._some_job()
         if job is not None:
@@ -447,12 +437,6 @@ class World(Surroundings):
             if everybody or self.rng.random() < 0.5:
                 self.wire.cut(name, _BOTH_WAYS, until)
         return True
-
-    def _strike_stuck(self) -> bool:
-        return self._set_speed(0.0)
-
-    def _strike_slow(self) -> bool:
-        return self._set_speed(0.05)
 
     def _set_speed(self, speed: float) -> bool:
         job = self._some_job()
