@@ -76,7 +76,8 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
     record = list(entries) if isinstance(entries, Iterator) else entries
     kinds, gaps = survey(record)
     alone = ev.PoolOpened not in kinds
-    references, clocks, ledger = References(), Clocks(), Ledger()
+    clocks, ledger = Clocks(), Ledger()
+    references = References(ledger)
     groups: list[Checks | FairnessChecks] = [
         GpuChecks(ledger),
         AccountChecks(ledger),

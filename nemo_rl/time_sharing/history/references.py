@@ -8,29 +8,19 @@ they were earlier, of each until it ends it again; these are taken up again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
+from nemo_rl.time_sharing.history.ledger import Ledger
 from nemo_rl.time_sharing.log import events as ev
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ClusterSpec
-
-
-class _Shape(NamedTuple):
-    clusters: dict[str, tuple[int, ...]]
-    tp: int
-
-    @property
-    def ranks(self) -> int:
-        return len(self.clusters[ACTOR_INFER]) // self.tp
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER
 
 
 class References:
-    """Checks that events name registered pipelines, their clusters and GPUs of the pool."""
+    """Checks that events name registered pipelines, their clusters and GPUs of the pool, by the `ledger`."""
 
-    def __init__(self) -> None:
-        self.opened = False
-        self._size = 0
-        self._known: dict[str, _Shape] = {}
-        self._past: dict[str, _Shape] = {}
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._known: set[str] = set()
         self._unsure: set[str] = set()
         self._gone: set[str] = set()
         """Pipelines whose leave-taking may be in what is lost."""
@@ -40,7 +30,6 @@ class References:
         named = (ev.DemandReported, ev.Leaving, ev.Paused, ev.Resumed, ev.Fenced)
         clustered = (ev.Requested, ev.RequestDropped, ev.PriorityChanged, ev.Released)
         return {
-            ev.PoolOpened: self._opened,
             ev.Registered: self._registered,
             ev.Unregistered: self._unregistered,
             **dict.fromkeys(named, self._named),
@@ -58,15 +47,10 @@ class References:
     def tail_lost(self) -> None:
         """From here on the scheduler may have forgotten earlier entries."""
         self._unsure = set(self._known)
-        self._gone = set(self._past) - self._unsure
-
-    def _opened(self, event: ev.PoolOpened) -> str | None:
-        self.opened, self._size = True, event.pool.size
-        return None
+        self._gone = self._ledger.clusters.keys() - self._unsure
 
     def _registered(self, event: ev.Registered) -> str | None:
-        clusters: dict[str, ClusterSpec] = {cluster.name: cluster for cluster in event.clusters}
-        infer = clusters.get(ACTOR_INFER)
+        infer = next((cluster for cluster in event.clusters if cluster.name == ACTOR_INFER), None)
         if infer is None or infer.tp_size < 1 or len(infer.gpus) % infer.tp_size:
             return f"{event.pipeline} is registered without {ACTOR_INFER} ranks of whole GPUs"
         for cluster in event.clusters:
@@ -76,14 +60,12 @@ class References:
         twice = event.pipeline in self._known and event.pipeline not in self._unsure
         self._unsure.discard(event.pipeline)
         self._gone.discard(event.pipeline)
-        self._known[event.pipeline] = self._past[event.pipeline] = _Shape(
-            {name: tuple(spec.gpus) for name, spec in clusters.items()}, infer.tp_size
-        )
+        self._known.add(event.pipeline)
         return f"{event.pipeline} is registered while it is registered" if twice else None
 
     def _unregistered(self, event: ev.Unregistered) -> str | None:
         problem = self._of(event.pipeline)
-        self._known.pop(event.pipeline, None)
+        self._known.discard(event.pipeline)
         return problem
 
     def _of(self, pipeline: str) -> str | None:
@@ -91,7 +73,7 @@ class References:
             return None
         if pipeline in self._gone:
             self._gone.discard(pipeline)
-            self._known[pipeline] = self._past[pipeline]
+            self._known.add(pipeline)
             self._unsure.add(pipeline)
             return None
         return f"pipeline {pipeline!r} is not registered"
@@ -106,11 +88,13 @@ class References:
         return self._inside(event.gpus)
 
     def _inside(self, gpus: Iterable[int]) -> str | None:
-        outside = sorted(gpu for gpu in gpus if not 0 <= gpu < self._size)
-        return f"GPU {outside[0]} is outside the pool of {self._size}" if outside else None
+        size = self._ledger.pool.size
+        outside = sorted(gpu for gpu in gpus if not 0 <= gpu < size)
+        return f"GPU {outside[0]} is outside the pool of {size}" if outside else None
 
     def _rank(self, pipeline: str, rank: int) -> str | None:
-        ranks = self._known[pipeline].ranks
+        infer = self._ledger.clusters[pipeline][ACTOR_INFER]
+        ranks = len(infer.gpus) // infer.tp_size
         return None if 0 <= rank < ranks else f"{pipeline} has no rank {rank}, its ranks are 0..{ranks - 1}"
 
     def _cluster(
@@ -118,7 +102,7 @@ class References:
     ) -> str | None:
         problem = self._of(event.pipeline)
         if problem is None and (
-            event.cluster not in self._known[event.pipeline].clusters or event.cluster == ACTOR_INFER
+            event.cluster not in self._ledger.clusters[event.pipeline] or event.cluster == ACTOR_INFER
         ):
             problem = f"{event.pipeline} has no fixed cluster {event.cluster!r}"
         return problem
@@ -127,39 +111,30 @@ class References:
         problem = self._of(event.pipeline)
         if problem is None and event.rank >= 0:
             problem = self._rank(event.pipeline, event.rank)
-        elif problem is None and event.cluster and event.cluster not in self._known[event.pipeline].clusters:
+        elif problem is None and event.cluster and event.cluster not in self._ledger.clusters[event.pipeline]:
             problem = f"{event.pipeline} has no cluster {event.cluster!r}"
         return problem
 
     def _granted(self, event: ev.Granted) -> str | None:
-        problem = self._cluster(event)
-        return problem or self._mapped(
-            f"{event.pipeline}/{event.cluster}",
-            "granted",
-            event.gpus,
-            self._known[event.pipeline].clusters[event.cluster],
-        )
+        return self._cluster(event) or self._mapped(event, event.cluster, "granted")
 
     def _claimed(self, event: ev.Claimed) -> str | None:
         problem = self._placed(event)
         if problem is not None:
             return problem
-        shape = self._known[event.pipeline]
         if event.cluster == ACTOR_INFER:
-            first = event.rank * shape.tp
             problem = self._rank(event.pipeline, event.rank)
-            return problem or self._mapped(
-                f"{event.pipeline}/rank {event.rank}",
-                "promised",
-                event.gpus,
-                shape.clusters[ACTOR_INFER][first : first + shape.tp],
-            )
-        if event.rank >= 0 or event.cluster not in shape.clusters:
+            return problem or self._mapped(event, f"rank {event.rank}", "promised", event.rank)
+        if event.rank >= 0 or event.cluster not in self._ledger.clusters[event.pipeline]:
             return f"{event.pipeline} has no rank {event.rank} of {event.cluster!r}"
-        return self._mapped(f"{event.pipeline}/{event.cluster}", "promised", event.gpus, shape.clusters[event.cluster])
+        return self._mapped(event, event.cluster, "promised")
 
-    def _mapped(self, who: str, what: str, gpus: tuple[int, ...], mapping: tuple[int, ...]) -> str | None:
-        return None if tuple(gpus) == mapping else f"{who} is {what} GPUs {gpus}, it is mapped to {mapping}"
+    def _mapped(self, event: ev.Granted | ev.Claimed, who: str, what: str, rank: int = -1) -> str | None:
+        ledger, name = self._ledger, event.pipeline
+        mapping = ledger.clusters[name][event.cluster].gpus if rank < 0 else ledger.rank_gpus(name, rank)
+        if tuple(event.gpus) == tuple(mapping):
+            return None
+        return f"{name}/{who} is {what} GPUs {event.gpus}, it is mapped to {mapping}"
 
     def _command(self, event: ev.CommandSent) -> str | None:
         # Ending processes goes on after their pipeline is gone, and for one whose registration was lost.

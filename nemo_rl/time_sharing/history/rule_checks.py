@@ -45,8 +45,6 @@ class _Rank:
 
 @dataclass(slots=True)
 class _Pipeline:
-    tp: int
-    mapping: tuple[int, ...]
     rank_batch: int
     most: int
     slice_s: float = 0.0
@@ -64,9 +62,6 @@ class _Pipeline:
 
     def rank(self, number: int) -> _Rank:
         return self.ranks.setdefault(number, _Rank())
-
-    def gpus_of(self, rank: int) -> tuple[int, ...]:
-        return self.mapping[rank * self.tp : (rank + 1) * self.tp]
 
     @property
     def withdraws(self) -> bool:
@@ -145,7 +140,7 @@ class RuleChecks(Checks):
         infer = next(cluster for cluster in event.clusters if cluster.name == ACTOR_INFER)
         ranks = len(infer.gpus) // infer.tp_size
         most = min(max(int(event.max_share * ranks + 1e-9), 1), ranks)
-        self._pipelines[name] = _Pipeline(infer.tp_size, tuple(infer.gpus), event.rank_batch, most, event.slice_s)
+        self._pipelines[name] = _Pipeline(event.rank_batch, most, event.slice_s)
 
     def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
         self._pipelines.pop(event.pipeline, None)
@@ -313,6 +308,7 @@ class RuleChecks(Checks):
             self._bad(11, f"{who} goes from {rank.phase.value} to {event.phase.value}")
         if self._ledger.settled and not begins and event.epoch != rank.epoch:
             self._bad(11, f"{who} is {event.phase.value} under epoch {event.epoch}, its lease has {rank.epoch}")
+        gpus = self._ledger.rank_gpus(event.pipeline, event.rank)
         # One that broke, whose pipeline or node leaves or that is of no use, goes to sleep for its own sake.
         own = (
             rank.cools_until > entry.time
@@ -320,11 +316,10 @@ class RuleChecks(Checks):
             or not self._ledger.settled
             or pipeline.up > pipeline.useful
         )
-        own = own or not self._ledger.absences.gone.isdisjoint(pipeline.gpus_of(event.rank))
+        own = own or not self._ledger.absences.gone.isdisjoint(gpus)
         if event.phase is Phase.FALLING and rank.guaranteed and not own and self._in_slice(entry, rank, pipeline):
             if self._evicted[0] != entry.time:
                 self._evicted = (entry.time, {})
-            gpus = tuple(pipeline.gpus_of(event.rank))
             self._evicted[1].update(dict.fromkeys(gpus, (event.pipeline, gpus)))
         if begins:
             rank.guaranteed, rank.served_since = event.guaranteed, None
