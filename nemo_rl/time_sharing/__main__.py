@@ -21,7 +21,6 @@ from nemo_rl.cli import EXIT_USAGE, usage_error
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.arguments import add_host_arguments, add_page_arguments, add_pool_arguments, from_now, seconds
 from nemo_rl.time_sharing.history.checker import INVARIANTS, check, survey
-from nemo_rl.time_sharing.log import events as _events  # registers the scheduler's event kinds
 from nemo_rl.time_sharing.log.accounts import BY, accounts_if_any, accounts_of, in_whole_seconds, statement
 from nemo_rl.time_sharing.log.pool_state import PoolState
 from nemo_rl.time_sharing.log.reading import read_logs
@@ -42,8 +41,6 @@ from nemo_rl.time_sharing.viewing.timeline import build_timeline
 from nemo_rl.time_sharing.viewing.trace import write_trace
 from nemo_rl.utils.record import RecordDamaged
 
-_KINDS = _events.__name__
-_EPOCH_S = 1e9
 _DRAIN_S = 900.0
 _EXAMPLES = """examples:
   python -m nemo_rl.time_sharing simulate examples/time_sharing/two_jobs.yaml --report two.html

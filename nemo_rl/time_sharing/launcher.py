@@ -8,7 +8,6 @@ file, so that `pool_commands` finds it.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 import tempfile
@@ -68,8 +67,6 @@ from nemo_rl.time_sharing.viewing.timeline import build_timeline
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
-
-logger = logging.getLogger(__name__)
 
 ENDED = "interrupted: every pipeline was ended; their last finished checkpoints are complete"
 _TROUBLE_S = 15.0

@@ -145,7 +145,7 @@ def test_what_is_noted_of_a_pipeline_goes_with_it_and_its_late_messages_still_ch
         bench.settle(2.0)
     assert not bench.state.pipelines
     scheduler: Any = bench.scheduler
-    assert not any((scheduler._liveness.known, scheduler._seqs, scheduler._answered, scheduler._inventoried))
+    assert not any((scheduler._liveness._seen, scheduler._seqs, scheduler._answered, scheduler._inventoried))
     before = len(bench.record.entries)
     for command in list(bench.sent):
         scheduler.answer(Answer(command.command, command.pipeline, command.incarnation, CommandOutcome.DONE), bench.now)

@@ -247,8 +247,9 @@ def test_the_orchestrator_registers_then_admits_drains_and_unregisters(cluster: 
         assert list(_ask(scheduler.describe)["pipelines"]) == [pipeline]
     assert ray.get_actor(SCHEDULER_NAME, namespace=CONTROL_NAMESPACE) is not None
     for _ in range(2):
-        orchestrator.drain_pipeline(pipeline)
-        assert not _ask(scheduler.describe)["pipelines"]
+        orchestrator.unregister_pipeline(pipeline)
+        assert _until(lambda: not _ask(scheduler.describe)["pipelines"], 30)
+    orchestrator.register_pipeline(pipeline, "ns", {ACTOR_INFER: 1}, {ACTOR_INFER: [0, 1]})
     with pytest.raises(IncarnationUsed, match="the next free one is 1"):
         orchestrator.admit_pipeline(pipeline)
     orchestrator.register_pipeline(pipeline, "ns", {ACTOR_INFER: 1}, {ACTOR_INFER: [0, 1]}, incarnation=1)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.agents.ray_reaper import actors_in
-from nemo_rl.time_sharing.agents.runtime import forward
 from nemo_rl.time_sharing.agents.scheduler_actor import STOP_S, SchedulerActor
 from nemo_rl.time_sharing.log.segments import SEGMENT_LINES
 from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError, Topology, register
@@ -123,14 +122,16 @@ def register_at(scheduler: Any, registration: Sequence[object], timeout_s: float
 
 
 class RayLink:
-    """Sends an agent's statuses and answers to the scheduler actor."""
+    """Sends an agent's statuses and answers to the scheduler actor. Both calls return at once; the reply to a status
+    arrives through the callback, or is lost: the next heartbeat says it all again.
+    """
 
     def __init__(self, scheduler: ActorHandle[object]) -> None:
         self._scheduler = scheduler
 
     def status(self, status: Status, replied: Callable[[Reply], None]) -> None:
         future: Future[Reply] = self._scheduler.status.remote(status).future()
-        future.add_done_callback(lambda done: forward(done, replied))
+        future.add_done_callback(lambda done: None if done.exception() else replied(done.result()))
 
     def answer(self, answer: Answer) -> None:
         self._scheduler.answer.remote(answer)
@@ -174,14 +175,6 @@ class Orchestrator:
             raise RegistrationError("is not registered; register it before it is admitted", pipeline=pipeline_id)
         ray.get(self._scheduler.register.remote(pipeline_id, *self._registered[pipeline_id]), timeout=60)
         return self._scheduler
-
-    def drain_pipeline(self, pipeline_id: str) -> None:
-        """Gives a pipeline nothing more and lets it go once its ranks sleep and its trainer has released. Returns at
-        once.
-        """
-        import ray
-
-        ray.get(self._scheduler.drain.remote(pipeline_id), timeout=60)
 
     def unregister_pipeline(self, pipeline_id: str) -> None:
         """Ends a pipeline whatever it does, unless it is already leaving by itself; one that is not there is no error.

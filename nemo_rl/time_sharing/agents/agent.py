@@ -143,7 +143,6 @@ class LocalHold:
     epoch: int
     gpus: tuple[int, ...]
     priority: Priority
-    step: int
 
 
 class Agent:
@@ -678,7 +677,7 @@ class Agent:
             self._record.emit(rec.WaitEnded(self._wait_id(want.request)))
         if held is None:
             self._record.emit(MemoryTaken(command.cluster, command.gpus))
-        self.holds[command.cluster] = LocalHold(command.epoch, command.gpus, command.priority, command.step)
+        self.holds[command.cluster] = LocalHold(command.epoch, command.gpus, command.priority)
         self._answer(command, CommandOutcome.DONE)
         self.send_status()
         self._host.granted(command.cluster, command.priority, command.step)

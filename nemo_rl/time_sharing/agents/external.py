@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from nemo_rl.time_sharing.agents.agent import ProtocolError
-from nemo_rl.time_sharing.agents.runtime import AgentRuntime, Dismissed, EngineError, SchedulerLink
+from nemo_rl.time_sharing.agents.runtime import AgentRuntime, Dismissed, EngineError
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import Command, Limits, Reply, is_whole, shown
 from nemo_rl.utils.record import Record
+
+if TYPE_CHECKING:
+    from nemo_rl.time_sharing.agents.actors import RayLink
 
 
 class ExternalJob:
@@ -31,7 +35,7 @@ class ExternalJob:
         self,
         topology: Topology,
         incarnation: int,
-        link: SchedulerLink,
+        link: RayLink,
         record: Record,
         limits: Limits,
         *,

@@ -12,13 +12,16 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.agents.agent import Agent, Operation, RankStep, longest_s
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import Answer, Command, Limits, Priority, Reply, Status, Want
 from nemo_rl.utils.record import Record
+
+if TYPE_CHECKING:
+    from nemo_rl.time_sharing.agents.actors import RayLink
 
 logger = logging.getLogger(__name__)
 
@@ -44,24 +47,8 @@ class Engine(Protocol):
     def set_routable(self, rank: int, active: bool) -> None: ...
 
 
-class Ranks(Engine, Protocol):
-    """An engine whose ranks may be ended from outside."""
-
-    def ended(self, rank: int) -> None: ...
-
-
 class EngineError(UserError, RuntimeError):
     """An engine could not carry out a command; the rank goes back to sleep or is ended."""
-
-
-class SchedulerLink(Protocol):
-    """Connection to the scheduler. Both calls return at once; the reply to a status arrives through the callback, or is
-    lost.
-    """
-
-    def status(self, status: Status, replied: Callable[[Reply], None]) -> None: ...
-
-    def answer(self, answer: Answer) -> None: ...
 
 
 class Dismissed(RuntimeError):
@@ -84,7 +71,7 @@ class AgentRuntime:
         topology: Topology,
         incarnation: int,
         engine: Engine,
-        link: SchedulerLink,
+        link: RayLink,
         record: Record,
         limits: Limits,
         *,
@@ -283,9 +270,3 @@ def _log_error(done: Future[None]) -> None:
     error = done.exception()
     if error is not None:
         logger.error("event=agent_raised error=%r", error, exc_info=error)
-
-
-def forward(future: Future[Reply], replied: Callable[[Reply], None]) -> None:
-    """Hands the result of a call to a callback, and drops a call that failed: the next heartbeat says it all again."""
-    if future.exception() is None:
-        replied(future.result())

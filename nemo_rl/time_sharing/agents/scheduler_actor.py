@@ -124,13 +124,6 @@ class SchedulerActor:
         with self._serving() as core:
             core.answer(answer, time.time())
 
-    def drain(self, pipeline: str) -> None:
-        """Sends every rank of a pipeline to sleep and ends its registration once it holds nothing; see
-        `Scheduler.drain`.
-        """
-        with self._serving() as core:
-            core.drain(pipeline, time.time())
-
     def unregister(self, pipeline: str) -> None:
         """Ends a pipeline at once; see `Scheduler.unregister`."""
         with self._serving() as core:

@@ -32,7 +32,7 @@ from nemo_rl.time_sharing.pipelines.adapters import STOP_S, AdaptersConfig
 from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job
-from nemo_rl.time_sharing.protocol.types import KILLED_S, Command, Reply
+from nemo_rl.time_sharing.protocol.types import KILLED_S
 from nemo_rl.utils.files import ADAPTERS_ADDRESS, adapter_states
 
 logger = logging.getLogger(__name__)
@@ -63,20 +63,6 @@ class CommandPipeline(LentPipeline):
         self._config = job.config
         # An earlier job of this name left it.
         adapter_states(Path(handles.log_dir), job.name).unlink(missing_ok=True)
-
-    # -- from the scheduler -------------------------------------------------------------------------------------------
-
-    def command(self, command: Command) -> None:
-        if self._ready.wait(_LEAVE_S) and self._client is not None:
-            self._client.command(command)
-
-    def heard(self, reply: Reply) -> None:
-        if self._client is not None:
-            self._client.heard(reply)
-
-    def rank_ended(self, rank: int) -> None:
-        if self._client is not None:
-            self._client.rank_ended(rank)
 
     # -- the command --------------------------------------------------------------------------------------------------
 
@@ -125,7 +111,7 @@ class CommandPipeline(LentPipeline):
         config, handles = self._job.config, self._handles
         if not isinstance(config, CommandConfig):
             raise TypeError(f"{self._job.name}: {type(config).__name__} is no command")
-        self._client = client = ExternalJob(
+        self._client = self._runtime = client = ExternalJob(
             self.register(),
             self._incarnation,
             RayLink(handles.scheduler),

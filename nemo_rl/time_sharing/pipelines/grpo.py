@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from nemo_rl.config import ClusterConfig, MasterConfig
 from nemo_rl.config.master import RootConfig
 from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, POOL_NAME, RayLink
-from nemo_rl.time_sharing.agents.runtime import AgentRuntime, Dismissed, EngineError, Ranks
+from nemo_rl.time_sharing.agents.runtime import AgentRuntime, Dismissed, EngineError
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
 from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
 from nemo_rl.time_sharing.pipelines.job import Job
@@ -31,11 +31,11 @@ from nemo_rl.utils.record_events import EngineBuilt
 if TYPE_CHECKING:
     from nemo_rl.algorithms.grpo.run import GRPORun
     from nemo_rl.algorithms.training_loop import TrainingRun
+    from nemo_rl.time_sharing.agents.external import ExternalJob
     from nemo_rl.time_sharing.pipelines.lent import LentPlacement
     from nemo_rl.time_sharing.pipelines.residents import Part, SlotBytes, SlotMemory
     from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
-    from nemo_rl.time_sharing.pipelines.vllm_engine import FirstSleep
-    from nemo_rl.utils.progress import RunProgress
+    from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot, FirstSleep
 
 logger = logging.getLogger(__name__)
 
@@ -69,14 +69,6 @@ class PoolHandles:
         return "GPU" if self.accelerator == "cuda" else "CPU slot"
 
 
-def progress_of(shown: RunProgress, step: int, log_dir: str, waited_s: float) -> Progress:
-    """What a run with steps shows of itself."""
-    left_s = shown.seconds_left() or None
-    # A pipeline's process may have another working directory than the reader's.
-    folder = str(Path(log_dir).absolute())
-    return Progress(shown.current_phase, step, shown.total_steps, folder, waited_s, shown.newest_figures(), left_s)
-
-
 class LentPipeline:
     """What every kind of pipeline is to its pool. `incarnation`: number of this start of the pipeline; larger than any
     before.
@@ -86,9 +78,9 @@ class LentPipeline:
         # Ray gives actors a working directory of their own.
         os.chdir(job.folder)
         self._job, self._handles, self._incarnation = job, handles, incarnation
-        self._runtime: AgentRuntime | None = None
+        self._runtime: AgentRuntime | ExternalJob | None = None
         self._ready = threading.Event()
-        self._engines: Ranks | None = None
+        self._engines: EngineSlot | None = None
         self._record: RecordWriter | None = None
         self._over = threading.Event()
         self._starting, self._started = threading.Lock(), False
@@ -111,8 +103,9 @@ class LentPipeline:
 
     def rank_ended(self, rank: int) -> None:
         """The scheduler had the processes of a rank ended."""
-        if self._runtime is not None and self._engines is not None:
+        if self._engines is not None:
             self._engines.ended(rank)
+        if self._runtime is not None:
             self._runtime.rank_ended(rank)
 
     # -- the run ------------------------------------------------------------------------------------------------------
@@ -192,14 +185,14 @@ class LentPipeline:
         path = Path(self._handles.log_dir) / f"{self._job.name}.{self._incarnation}.jsonl"
         return RecordWriter(path, source=f"{self._job.name}/agent", flush_interval_s=0.0)
 
-    def join(self, engines: Ranks, record: RecordWriter) -> AgentRuntime:
+    def join(self, engines: EngineSlot, record: RecordWriter) -> AgentRuntime:
         """Registers and starts the agent."""
         self._engines, self._record = engines, record
         topology, link = self.register(), RayLink(self._handles.scheduler)
-        self._runtime = AgentRuntime(topology, self._incarnation, engines, link, record, self._handles.limits)
-        self._runtime.start()
+        self._runtime = runtime = AgentRuntime(topology, self._incarnation, engines, link, record, self._handles.limits)
+        runtime.start()
         self._ready.set()
-        return self._runtime
+        return runtime
 
     def placed(self, samples: int = 1) -> LentPlacement:
         """Registers, starts the agent, and gives the run its slots: those of the job's training, of its engines, or of
@@ -321,7 +314,11 @@ class TrainingPipeline(LentPipeline, Generic[Run]):
         run = self._run
         if run is None:
             return Progress("starting", 0, 0, "")
-        return progress_of(run.progress, run.state.step, run.config.logger.log_dir, self._waited_s())
+        shown, left_s = run.progress, run.progress.seconds_left() or None
+        # A pipeline's process may have another working directory than the reader's.
+        folder = str(Path(run.config.logger.log_dir).absolute())
+        so_far = (shown.current_phase, run.state.step, shown.total_steps, folder, self._waited_s())
+        return Progress(*so_far, shown.newest_figures(), left_s)
 
     def drain(self) -> str:
         """Finishes its step, saves and leaves."""

@@ -97,11 +97,6 @@ class Liveness:
         """Whether most pipelines have fallen silent."""
         return self._isolation.since is not None
 
-    @property
-    def known(self) -> frozenset[str]:
-        """Pipelines that were heard and not forgotten."""
-        return frozenset(self._seen)
-
     def heard(self, name: str, now: float) -> None:
         """Renews a pipeline's lease."""
         self._seen[name] = now
