@@ -19,7 +19,15 @@ from pathlib import Path
 
 from nemo_rl.cli import EXIT_USAGE, usage_error
 from nemo_rl.config.errors import UserError
-from nemo_rl.time_sharing.arguments import add_host_arguments, add_page_arguments, add_pool_arguments, from_now, seconds
+from nemo_rl.time_sharing.arguments import (
+    add_host_arguments,
+    add_page_arguments,
+    add_pool_arguments,
+    count,
+    events_count,
+    from_now,
+    seconds,
+)
 from nemo_rl.time_sharing.history.checker import INVARIANTS, check, survey
 from nemo_rl.time_sharing.log.accounts import BY, accounts_if_any, accounts_of, in_whole_seconds, statement
 from nemo_rl.time_sharing.log.pool_state import PoolState
@@ -28,8 +36,6 @@ from nemo_rl.time_sharing.log.segments import segments_of
 from nemo_rl.time_sharing.simulation.simulation_commands import (
     UsageError,
     add_simulate_arguments,
-    count,
-    events_count,
     fit,
     print_table,
     simulate,

@@ -162,9 +162,11 @@ def _is_address(text: str) -> bool:
     return bool(known) and not re.search(r"\s", text)
 
 
+count = _type(_digits, "a whole number from 1", lambda number: number >= 1)
 whole = _type(_digits, "a whole number from 0", lambda number: number >= 0)
 slots = _type(_slots, "a whole number from 1, or auto", lambda number: number != 0)
 size = _type(bytes_of, "a size above 0, as 64G, 500M or 2T", lambda _: True)
+events_count = _type(float, "a number from 1, such as 5e7", lambda number: 1 <= number < math.inf)
 seconds = _type(float, "seconds above 0", lambda number: 0 < number < math.inf)
 seconds_or_none = _type(float, "seconds above 0, or 0", lambda number: 0 <= number < math.inf)
 webhook = _type(_address, "an address as https://example.com/path, or @FILE with one in it", _is_address)

@@ -200,7 +200,7 @@ def test_shipped_scenarios_load(name: str) -> None:
 def test_numbers_that_would_run_nothing_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
-    assert ended.value.code == 2 and "is not a whole number of at least 1" in capsys.readouterr().err
+    assert ended.value.code == 2 and "expected a whole number from 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--report", "--log"])

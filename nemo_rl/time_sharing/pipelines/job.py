@@ -394,7 +394,7 @@ def _check_named_gpus(pool: Pool, job: Job) -> None:
         for gpu in gpus if pool.slots_per_gpu > 1 else ():
             if not 0 <= gpu < pool.gpus:
                 where = f"GPU {gpu} is outside the pool of {pool.gpus} GPUs (0..{pool.gpus - 1})"
-                raise GpuOutsidePool(where, pipeline=job.name, cluster=cluster, gpu=gpu)
+                raise GpuOutsidePool(where, pipeline=job.name, cluster=cluster)
 
 
 def _check(job: Job) -> None:

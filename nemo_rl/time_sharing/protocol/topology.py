@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any
 
@@ -44,25 +44,17 @@ _LONGEST_NAME = 64
 
 
 class RegistrationError(UserError, ValueError):
-    """A pipeline cannot be registered as asked; `pipeline`, `cluster` and `gpu` say where, each None where it does not
-    apply.
-    """
+    """A pipeline cannot be registered as asked. `cluster`: which one the mistake is in, None where it is in none."""
 
-    def __init__(self, message: str, *, pipeline: str, cluster: str | None = None, gpu: int | None = None) -> None:
+    def __init__(self, message: str, *, pipeline: str, cluster: str | None = None) -> None:
         where = f"pipeline {pipeline!r}" + (f", cluster {cluster!r}" if cluster else "")
         super().__init__(f"{where}: {message}")
-        self.pipeline, self.cluster, self.gpu = pipeline, cluster, gpu
+        self.pipeline, self.cluster = pipeline, cluster
         self._message = message
 
     def __reduce__(self) -> tuple[Callable[..., RegistrationError], tuple[object, ...]]:
         # Actors raise these across processes, and an exception with keyword arguments does not pickle by itself.
-        return _rebuild_error, (type(self), self._message, self.pipeline, self.cluster, self.gpu)
-
-
-def _rebuild_error(
-    kind: type[RegistrationError], message: str, pipeline: str, cluster: str | None, gpu: int | None
-) -> RegistrationError:
-    return kind(message, pipeline=pipeline, cluster=cluster, gpu=gpu)
+        return partial(type(self), pipeline=self.pipeline, cluster=self.cluster), (self._message,)
 
 
 class UnknownCluster(RegistrationError):
@@ -357,20 +349,15 @@ def _check_mapping(pool: Pool, pipeline: str, name: str, tp: int, mapping: tuple
                 f"(0..{pool.slots - 1})",
                 pipeline=pipeline,
                 cluster=name,
-                gpu=gpu,
             )
     seen: set[int] = set()
     for before, gpu in zip((-1, *mapping), mapping, strict=False):
         if gpu in seen:
-            raise DuplicateGpu(f"GPU {gpu} is named twice", pipeline=pipeline, cluster=name, gpu=gpu)
+            raise DuplicateGpu(f"GPU {gpu} is named twice", pipeline=pipeline, cluster=name)
         seen.add(gpu)
         if gpu < before:
-            raise UnsortedMapping(
-                f"GPU {gpu} comes after {before}; give the mapping in ascending order: {sorted(mapping)}",
-                pipeline=pipeline,
-                cluster=name,
-                gpu=gpu,
-            )
+            what = f"GPU {gpu} comes after {before}; give the mapping in ascending order: {sorted(mapping)}"
+            raise UnsortedMapping(what, pipeline=pipeline, cluster=name)
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
         raise BadRankSize(f"tp={shown(tp)} must be an integer of at least 1", pipeline=pipeline, cluster=name)
     if len(mapping) % tp:
@@ -391,17 +378,12 @@ def _check_rank_placement(pool: Pool, pipeline: str, name: str, tp: int, mapping
         rank = mapping[start : start + tp]
         gpus = sorted({pool.gpu_of(slot) for slot in rank})
         if gpus[-1] - gpus[0] != len(gpus) - 1 or (len(gpus) != tp and len(gpus) * pool.slots_per_gpu != tp):
-            raise BadRankSize(
-                f"rank {start // tp} on GPUs {rank} is not contiguous", pipeline=pipeline, cluster=name, gpu=rank[0]
-            )
+            what = f"rank {start // tp} on GPUs {rank} is not contiguous"
+            raise BadRankSize(what, pipeline=pipeline, cluster=name)
         spans_nodes = pool.node_of(rank[0]) != pool.node_of(rank[-1])
         if spans_nodes and (len(gpus) % per_node or gpus[0] % per_node):
-            raise BadRankSize(
-                f"rank {start // tp} on GPUs {rank} crosses a node border of {per_node} GPUs",
-                pipeline=pipeline,
-                cluster=name,
-                gpu=rank[0],
-            )
+            what = f"rank {start // tp} on GPUs {rank} crosses a node border of {per_node} GPUs"
+            raise BadRankSize(what, pipeline=pipeline, cluster=name)
 
 
 def _check_collective(pool: Pool, pipeline: str, name: str, mapping: tuple[int, ...]) -> None:
@@ -409,12 +391,8 @@ def _check_collective(pool: Pool, pipeline: str, name: str, mapping: tuple[int, 
     gpus = [pool.gpu_of(slot) for slot in mapping]
     if len(set(gpus)) not in (len(gpus), len(gpus) / pool.slots_per_gpu):
         twice = next(gpu for gpu in gpus if gpus.count(gpu) > 1)
-        raise DuplicateGpu(
-            f"slots {mapping} put two training ranks on GPU {twice}; name slots of different GPUs",
-            pipeline=pipeline,
-            cluster=name,
-            gpu=twice,
-        )
+        what = f"slots {mapping} put two training ranks on GPU {twice}; name slots of different GPUs"
+        raise DuplicateGpu(what, pipeline=pipeline, cluster=name)
 
 
 def _check_overlap(pool: Pool, topology: Topology, full_overlap: bool) -> None:
@@ -424,12 +402,8 @@ def _check_overlap(pool: Pool, topology: Topology, full_overlap: bool) -> None:
         return
     outside = sorted(gpu for gpu in set(train.gpus) - infer if gpu < pool.slots)
     if outside:
-        raise TrainingOutsideInference(
-            f"GPU {outside[0]} is not in {ACTOR_INFER}; training shares the inference GPUs",
-            pipeline=topology.pipeline,
-            cluster=ACTOR_TRAIN,
-            gpu=outside[0],
-        )
+        what = f"GPU {outside[0]} is not in {ACTOR_INFER}; training shares the inference GPUs"
+        raise TrainingOutsideInference(what, pipeline=topology.pipeline, cluster=ACTOR_TRAIN)
     if not full_overlap and all(set(rank) & set(train.gpus) for rank in topology.ranks):
         lent = "GPUs" if pool.slots_per_gpu == 1 else "slots"
         trained = tuple(slot for slot in train.gpus if slot < pool.slots)
@@ -439,5 +413,4 @@ def _check_overlap(pool: Pool, topology: Topology, full_overlap: bool) -> None:
             f"at least one whole rank must stay awake: add inference {lent}, or train on fewer",
             pipeline=topology.pipeline,
             cluster=ACTOR_TRAIN,
-            gpu=train.gpus[0],
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.state import Claim, HeldCluster, PipelineState, SchedulerState
@@ -392,20 +392,7 @@ class Executor:
         held = pipeline.held.get(command.cluster) if pipeline is not None else None
         if command.verb is not Verb.GRANT or held is None:
             return command
-        return Command(
-            command.command,
-            command.term,
-            command.pipeline,
-            command.incarnation,
-            command.verb,
-            command.rank,
-            command.epoch,
-            command.cluster,
-            held.gpus,
-            held.priority,
-            held.step,
-            held.request,
-        )
+        return replace(command, gpus=held.gpus, priority=held.priority, step=held.step, request=held.request)
 
     def _end_command_of(self, name: str, rank: int, outcome: str) -> None:
         pending = self._state.commands.get(self._of_rank.get((name, rank), ""))

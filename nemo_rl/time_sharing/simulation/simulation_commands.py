@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import os
 import statistics
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 import yaml
 
 from nemo_rl.config.errors import UserError
+from nemo_rl.time_sharing.arguments import count
 from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.accounts import accounts_if_any
 from nemo_rl.time_sharing.log.comparison import LEGEND, Simulated
@@ -71,22 +71,6 @@ def add_simulate_arguments(simulate: argparse.ArgumentParser) -> None:
         help="write the HTML page of the first run here, and its record beside it (.jsonl) unless --log says where",
     )
     simulate.add_argument("--only-ours", action="store_true", help="leave the other ways of running the jobs out")
-
-
-def count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def events_count(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 1 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1, such as 5e7")
-    return number
 
 
 def simulate(chosen: argparse.Namespace) -> int:
