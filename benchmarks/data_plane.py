@@ -28,12 +28,12 @@ import cloudpickle
 import psutil
 import ray
 import torch
+from tensordict import TensorDict
 
 from nemo_rl.config import DataPlaneConfig
 from nemo_rl.data_plane import KVBatchMeta, build_data_plane_client
 from nemo_rl.data_plane.adapters.system import TransferQueueSystem, start_transfer_queue
 from nemo_rl.data_plane.adapters.transfer_queue import fetch_config
-from nemo_rl.data_plane.codec import pack_jagged_fields
 from nemo_rl.data_plane.field_schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
 from nemo_rl.data_plane.sharding import shard_meta_for_dp
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -106,9 +106,8 @@ def directly(columns: Columns) -> tuple[float, Columns]:
     ids = [f"{uuid.uuid4().hex}_g0" for _ in lengths]
 
     def put(*names: str) -> None:
-        transfer_queue.kv_batch_put(
-            ids, "train", pack_jagged_fields({name: columns[name] for name in names}, lengths=lengths)
-        )
+        fields = {name: _jagged(columns[name], lengths) for name in names}
+        transfer_queue.kv_batch_put(ids, "train", TensorDict(fields, batch_size=[len(ids)]))
 
     def get(names: list[str]) -> Columns:
         found = transfer_queue.kv_batch_get(ids, "train", names)
@@ -124,6 +123,13 @@ def directly(columns: Columns) -> tuple[float, Columns]:
     seconds = time.perf_counter() - started
     transfer_queue.kv_clear(ids, "train")
     return seconds, fetched
+
+
+def _jagged(column: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    if column.ndim == 1:
+        return column
+    rows = [row[:length] for row, length in zip(column, lengths.tolist(), strict=True)]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def _dense(value: torch.Tensor, width: int, pad: int, *, rows_only: bool) -> torch.Tensor:

@@ -169,7 +169,8 @@ class Padded:
     lengths: tuple[int, ...]
 
 
-Column = torch.Tensor | Jagged | Padded | Sequence[object]
+Decoded = torch.Tensor | Jagged | Sequence[object]
+Column = Decoded | Padded
 
 
 def encode(columns: Mapping[str, Column], rows: int) -> dict[Layout, list[Buffer]]:
@@ -210,7 +211,7 @@ def encode(columns: Mapping[str, Column], rows: int) -> dict[Layout, list[Buffer
 
 def decode_padded(
     layout: Layout, buffers: Sequence[Buffer], columns: Collection[str], width: int, pad: Mapping[str, float]
-) -> dict[str, Column]:
+) -> dict[str, Decoded]:
     """Columns of a block as tensors [N, ...]; token columns are padded to `width`, or to their longest row where that
     is longer. `width`: wanted width; 0 for the longest row. `pad`: padding by column; 0 where absent.
     """
@@ -222,7 +223,7 @@ def decode_padded(
     )
 
 
-def decode_jagged(layout: Layout, buffers: Sequence[Buffer], columns: Collection[str]) -> dict[str, Column]:
+def decode_jagged(layout: Layout, buffers: Sequence[Buffer], columns: Collection[str]) -> dict[str, Decoded]:
     """Columns of a block: token columns as `Jagged`, rows' as tensors, objects as lists."""
     return _decode(
         layout, buffers, columns, lambda slot, parts, lengths: Jagged(_typed(parts, slot, sum(lengths)), tuple(lengths))
@@ -234,11 +235,11 @@ def _decode(
     buffers: Sequence[Buffer],
     columns: Collection[str],
     of_tokens: Callable[[ColumnSlot, list[Buffer], list[int]], torch.Tensor | Jagged],
-) -> dict[str, Column]:
+) -> dict[str, Decoded]:
     """Columns of a block; `of_tokens` makes a token column of its rows' bytes."""
     rows = [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers]
-    lengths = _lengths(rows)
-    decoded: dict[str, Column] = {}
+    lengths = [int(row[:HEADER_BYTES].view(np.int64)[0]) for row in rows]
+    decoded: dict[str, Decoded] = {}
     for slot, offset, steps in _placed(layout):
         if slot.column not in columns:
             continue
@@ -297,10 +298,6 @@ def _pack(
                 at += size * length
         done += size
     return buffers
-
-
-def _lengths(rows: Sequence[Buffer]) -> list[int]:
-    return [int(row[:HEADER_BYTES].view(np.int64)[0]) for row in rows]
 
 
 def _placed(layout: Layout) -> list[tuple[ColumnSlot, int, int]]:

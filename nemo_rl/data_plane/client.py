@@ -18,6 +18,7 @@ import torch
 
 from nemo_rl.data_plane.blocks import (
     Column,
+    Decoded,
     Jagged,
     Layout,
     Padded,
@@ -28,14 +29,12 @@ from nemo_rl.data_plane.blocks import (
     next_generation,
 )
 from nemo_rl.data_plane.codec import object_array
-from nemo_rl.data_plane.field_schema import SCHEMA, is_token_column
+from nemo_rl.data_plane.field_schema import SCHEMA, TOKEN_ALIGNED_FIELDS
 from nemo_rl.data_plane.interfaces import (
     Buffer,
     DataPlaneCapacityError,
     DataPlaneClient,
     DataPlaneClosedError,
-    MissingColumnsError,
-    MissingRowsError,
     Storage,
 )
 from nemo_rl.data_plane.meta import KVBatchMeta
@@ -104,13 +103,9 @@ class StoredClient(DataPlaneClient):
         fields: Any | None = None,
         tags: Sequence[Mapping[str, object]] | None = None,
     ) -> KVBatchMeta:
-        names = list(fields.keys()) if fields is not None else []
-        return self._put(
-            sample_ids,
-            partition_id,
-            {name: _column(name, fields[name]) for name in names} if fields is not None else {},
-            tags,
-        )
+        # A TensorDict iterates over rows.
+        columns = {} if fields is None else {name: _column(name, fields[name]) for name in list(fields.keys())}
+        return self._put(sample_ids, partition_id, columns, tags)
 
     def put_padded(
         self,
@@ -188,7 +183,7 @@ class StoredClient(DataPlaneClient):
     def get_samples(self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
         from tensordict import TensorDict
 
-        found: dict[str, Column] = {}
+        found: dict[str, Decoded] = {}
         for layout, buffers, columns in self._fetch(sample_ids, partition_id, select_fields):
             found.update(decode_jagged(layout, buffers, columns))
         return TensorDict(
@@ -262,8 +257,8 @@ def _column(name: str, value: Any) -> Column:
 
 
 def _padded_column(name: str, value: Any, lengths: tuple[int, ...]) -> Column:
-    aligned = isinstance(value, torch.Tensor) and not value.is_nested and is_token_column(name) and value.ndim >= 2
-    if aligned and value.shape[0] == len(lengths) and value.shape[1] >= max(lengths, default=0):
+    aligned = name in TOKEN_ALIGNED_FIELDS and isinstance(value, torch.Tensor) and not value.is_nested
+    if aligned and value.ndim >= 2 and value.shape[0] == len(lengths) and value.shape[1] >= max(lengths, default=0):
         return Padded(value, lengths)
     return _column(name, value)
 
@@ -285,21 +280,14 @@ def _check_dtype(name: str, column: Column) -> None:
         )
 
 
-def _wire_form(column: Column) -> object:
+def _wire_form(column: Decoded) -> object:
     if isinstance(column, Jagged):
         if len(set(column.lengths)) == 1:
             return column.values.view(len(column.lengths), column.lengths[0], *column.values.shape[1:])
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(column.lengths).cumsum(0)])
         return torch.nested.nested_tensor_from_jagged(column.values, offsets)
-    return (
-        column
-        if isinstance(column, torch.Tensor)
-        else object_array(list(column) if not isinstance(column, Padded) else [])
-    )
+    return column if isinstance(column, torch.Tensor) else object_array(list(column))
 
 
 def _repeated(ids: Sequence[str]) -> list[str]:
     return sorted({identity for identity in ids if ids.count(identity) > 1})[:3]
-
-
-__all__ = ["MissingColumnsError", "MissingRowsError", "StorageFull", "StoredClient"]

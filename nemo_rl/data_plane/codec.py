@@ -1,89 +1,24 @@
-"""Padded batches to jagged tensors and back, in the forms that NeMo-RL's data plane has.
+"""Padded batches of what `get_samples` returns, where token columns are jagged.
 
-On the wire and in TensorDicts token columns are jagged; consumers get them padded. Invariant: padding is the consumer's
-choice and never stored.
-
-Shapes: N rows, S padded width.
+Invariant: padding is the consumer's choice and never stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
-from nemo_rl.data_plane.field_schema import TOKEN_ALIGNED_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
 
 
 def round_up(value: int, multiple: int) -> int:
     """`value`, or the next multiple."""
     return value if multiple <= 1 else -(-value // multiple) * multiple
-
-
-def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    """A padded tensor [N, S, ...] as a jagged one whose row i has its first `lengths[i]` values. Raises ValueError: the
-    tensor has no second dimension, or there is not one length per row.
-    """
-    counts = torch.as_tensor(lengths)
-    if padded.ndim < 2 or counts.shape != (padded.shape[0],):
-        raise ValueError(
-            f"a padded tensor [N, S, ...] and lengths [N] are needed, got {tuple(padded.shape)} and "
-            f"{tuple(counts.shape)}"
-        )
-    counts = counts.to("cpu", torch.int64)
-    rows = [row[:n] for row, n in zip(padded.detach(), counts.tolist(), strict=True)]
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).to(padded.device)
-    values = torch.cat(rows) if rows else padded.new_empty((0, *padded.shape[2:]))
-    return torch.nested.nested_tensor_from_jagged(values, offsets)
-
-
-def pack_per_token_field(val: torch.Tensor, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    """A jagged tensor if the tensor has a token axis at least as long as the rows, else the tensor itself."""
-    counts = torch.as_tensor(lengths)
-    wide_enough = (
-        val.ndim >= 2 and len(counts) > 0 and val.shape[0] == len(counts) and val.shape[1] >= int(counts.max())
-    )
-    return to_nested_by_length(val, counts) if wide_enough else val.detach().contiguous()
-
-
-def pack_jagged_fields(
-    fields: Mapping[str, object],
-    *,
-    lengths: torch.Tensor | Sequence[int] | None,
-    token_aligned_fields: Collection[str] = TOKEN_ALIGNED_FIELDS,
-) -> TensorDict:
-    """Columns as a TensorDict for the wire.
-
-    Args:
-        fields: Tensors and object arrays by name.
-        lengths: Tokens of each row; None leaves everything rectangular.
-        token_aligned_fields: Names of the columns that become jagged.
-
-    Raises TypeError: a value is neither a tensor nor an array or list of objects.
-    """
-    from tensordict import TensorDict
-
-    packed: dict[str, Any] = {}
-    for name, value in fields.items():
-        if isinstance(value, torch.Tensor):
-            aligned = lengths is not None and name in token_aligned_fields and not value.is_nested
-            packed[name] = pack_per_token_field(value, lengths) if aligned and lengths is not None else value.detach()
-        elif isinstance(value, (list, np.ndarray)):
-            packed[name] = object_array(value)
-        else:
-            raise TypeError(
-                f"column {name!r} is a {type(value).__name__}; tensors and arrays or lists of objects can be stored"
-            )
-    size = len(lengths) if lengths is not None else next((len(value) for value in packed.values()), 0)
-    return TensorDict(packed, batch_size=[size])
 
 
 def object_array(values: Sequence[object] | NDArray[np.object_]) -> NDArray[np.object_]:

@@ -7,11 +7,11 @@ rows sees the same tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from nemo_rl.data_plane.codec import materialize, round_up
+from nemo_rl.data_plane.codec import round_up
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.meta import KVBatchMeta
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -29,7 +29,6 @@ def read_columns(
     meta: KVBatchMeta,
     select_fields: Sequence[str],
     *,
-    layout: Literal["padded", "jagged"] = "padded",
     pad_value_dict: Mapping[str, float] | None = None,
     width: int | None = None,
 ) -> BatchedDataDict:
@@ -37,12 +36,9 @@ def read_columns(
 
     Args:
         select_fields: Columns; nothing else is returned.
-        layout: `padded` for tensors [N, S], `jagged` for jagged ones.
         pad_value_dict: Padding by column; 0 where absent.
         width: Width of token columns; by default `batch_width` of these rows.
     """
-    if layout == "jagged":
-        return materialize(client.get_samples(meta.sample_ids, meta.partition_id, select_fields), layout="jagged")
     wanted = batch_width(meta) if width is None else width
     return client.get_padded(
         meta.sample_ids, meta.partition_id, select_fields, width=wanted, pad_value_dict=pad_value_dict

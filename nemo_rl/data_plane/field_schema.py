@@ -146,8 +146,3 @@ def pad_values(pad_token_id: int) -> dict[str, int]:
         for name, field in SCHEMA.items()
         if field.pad_with_token or field.pad
     }
-
-
-def is_token_column(name: str) -> bool:
-    """Whether a column has one value per token of its row."""
-    return name in TOKEN_ALIGNED_FIELDS

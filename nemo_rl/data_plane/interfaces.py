@@ -62,6 +62,7 @@ class DataPlaneClient(ABC):
     def close(self) -> None:
         """Ends this client, and the data plane when this client started it. Safe to call twice."""
 
+    @abstractmethod
     def put_padded(
         self,
         sample_ids: Sequence[str],
@@ -73,10 +74,8 @@ class DataPlaneClient(ABC):
         """`put_samples` of a padded batch: token columns travel without their padding. `columns`: tensors [N, S, ...]
         and [N], and lists of N objects. `tags`: see `put_samples`.
         """
-        from nemo_rl.data_plane.codec import pack_jagged_fields
 
-        return self.put_samples(sample_ids, partition_id, pack_jagged_fields(columns, lengths=lengths), tags)
-
+    @abstractmethod
     def get_padded(
         self,
         sample_ids: Sequence[str],
@@ -89,17 +88,10 @@ class DataPlaneClient(ABC):
         """`get_samples` as a padded batch. `width`: width of token columns; 0 for the longest row. `pad_value_dict`:
         padding by column; 0 where absent.
         """
-        from nemo_rl.data_plane.codec import materialize
 
-        return materialize(
-            self.get_samples(sample_ids, partition_id, select_fields),
-            pad_value_dict=pad_value_dict,
-            pad_to_seqlen=width,
-        )
-
+    @abstractmethod
     def list_samples(self, partition_id: str) -> dict[str, dict[str, object]]:
-        """Tags of every row of a partition, by id. Raises NotImplementedError: this client cannot list."""
-        raise NotImplementedError(f"{type(self).__name__} cannot list rows")
+        """Tags of every row of a partition, by id."""
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,20 @@ shared fetch fails on all those ranks, so none hangs in a collective; results st
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nemo_rl.data_plane.column_io import read_columns, write_columns
+from nemo_rl.data_plane.column_io import batch_width, read_columns, write_columns
 from nemo_rl.data_plane.field_schema import pad_values
 from nemo_rl.data_plane.interfaces import DataPlaneClient, DataPlaneError
 from nemo_rl.data_plane.meta import KVBatchMeta
-from nemo_rl.data_plane.sharding import BatchPlan
+from nemo_rl.data_plane.sharding import PLAN, WIDTH
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 
 REPLICATED_AXES = ("tensor_parallel", "context_parallel", "pipeline_parallel")
-FetchPolicy = Literal["auto", "independent", "leader_broadcast"]
 
 
 def _presharded(method: str) -> Callable[..., None]:
@@ -30,7 +29,7 @@ def _presharded(method: str) -> Callable[..., None]:
     def score(self: TQWorkerMixin, meta: KVBatchMeta, columns: Mapping[str, str], **options: object) -> None:
         """`columns`: for each result of the method the column that it goes to. `options`: of the method."""
         result: BatchedDataDict = getattr(self, method)(self._fetch_if_any(meta), **options)
-        self._write_back_result(meta, result, columns)
+        self._write_back(meta, result, columns)
 
     return score
 
@@ -89,56 +88,45 @@ class TQWorkerMixin:
 
     # -- rows in and out ----------------------------------------------------------------------------------------------
 
-    def _fetch(
-        self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, fetch_policy: FetchPolicy = "auto"
-    ) -> SlicedDataDict:
-        """This rank's rows, padded and cut as planned.
-
-        Args:
-            fields: Columns; those of the meta by default.
-            fetch_policy: `independent`: every rank reads; `leader_broadcast`: one rank of the replica group reads and
-                sends; `auto`: the latter where there is such a group.
+    def _fetch(self, meta: KVBatchMeta) -> SlicedDataDict:
+        """This rank's rows, padded and cut as planned. Of ranks that share them one reads, and sends them to the
+        others.
         """
-        if fetch_policy not in ("auto", "independent", "leader_broadcast"):
-            raise ValueError(f"fetch_policy={fetch_policy!r}: choose auto, independent or leader_broadcast")
-        names = fields if fields is not None else meta.fields
+        names = meta.fields
         if not names:
             raise ValueError(f"partition {meta.partition_id!r}: the meta names no columns to fetch")
-        client, plan, group = self._require_dp_client(), BatchPlan.of(meta), self._dp_replica_group
-        if fetch_policy == "leader_broadcast" and group is None:
-            raise RuntimeError(
-                "fetch_policy='leader_broadcast' needs a replica group, and no other rank shares this one's rows"
-            )
+        client, group = self._require_dp_client(), self._dp_replica_group
+        # Rows without a plan are padded to their own longest.
+        width = meta.extra_info.get(WIDTH) or batch_width(meta)
 
         def read() -> BatchedDataDict:
-            return read_columns(client, meta, names, pad_value_dict=self._dp_pad_values, width=plan.width)
+            return read_columns(client, meta, names, pad_value_dict=self._dp_pad_values, width=width)
 
-        batch = broadcast_batch(read, group) if group is not None and fetch_policy != "independent" else read()
-        return plan.apply_to(SlicedDataDict(batch.get_dict()))
+        batch = SlicedDataDict((read() if group is None else broadcast_batch(read, group)).get_dict())
+        for name in PLAN:
+            setattr(batch, name, meta.extra_info.get(name))
+        return batch
 
     def _fetch_if_any(self, meta: KVBatchMeta) -> SlicedDataDict:
         """This rank's rows; a chunk that does not divide may leave it none."""
         return self._fetch(meta) if meta.size else SlicedDataDict()
 
-    def _write_back(self, meta: KVBatchMeta, columns: Mapping[str, object]) -> None:
-        """Adds columns to the rows, from the leader of the ranks that made them."""
-        for name, value in columns.items():
-            if not isinstance(value, torch.Tensor):
-                raise TypeError(f"result column {name!r} is a {type(value).__name__}; a tensor was expected")
-            if value.shape[0] != meta.size:
-                raise ValueError(f"result column {name!r} has {value.shape[0]} rows for {meta.size} ids")
-        if self._is_replica_leader():
-            write_columns(self._require_dp_client(), meta, columns)
-
-    def _write_back_result(
-        self, meta: KVBatchMeta, result: Mapping[str, torch.Tensor], columns: Mapping[str, str]
-    ) -> None:
+    def _write_back(self, meta: KVBatchMeta, result: Mapping[str, torch.Tensor], columns: Mapping[str, str]) -> None:
+        """Adds results to the rows, each to its column, from the leader of the ranks that made them."""
         if missing := {name: column for name, column in columns.items() if name not in result}:
             raise RuntimeError(
                 f"the worker's result lacks {sorted(missing)}, from which the columns {sorted(missing.values())} are "
                 f"written; it has {sorted(result)}"
             )
-        self._write_back(meta, {column: result[name].cpu() for name, column in columns.items()})
+        for name in columns:
+            value = result[name]
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"the worker's result {name!r} is a {type(value).__name__}; a tensor was expected")
+            if value.shape[0] != meta.size:
+                raise ValueError(f"the worker's result {name!r} has {value.shape[0]} rows for {meta.size} ids")
+        if self._is_replica_leader():
+            written = {column: result[name].cpu() for name, column in columns.items()}
+            write_columns(self._require_dp_client(), meta, written)
 
     # -- entry points -------------------------------------------------------------------------------------------------
 
@@ -166,7 +154,9 @@ def broadcast_batch(fetch: Callable[[], BatchedDataDict], group: dist.ProcessGro
     leader = dist.get_process_group_ranks(group)[0]
     if dist.get_rank() == leader:
         return _lead(fetch, group, leader)
-    (said,) = _receive_header(group, leader)
+    header: list[Any] = [None]
+    dist.broadcast_object_list(header, src=leader, group=group)
+    (said,) = header
     if isinstance(said, str):
         raise DataPlaneError(f"rank {leader} could not fetch the rows that this rank shares: {said}")
     batch: BatchedDataDict = BatchedDataDict()
@@ -199,12 +189,6 @@ def _lead(fetch: Callable[[], BatchedDataDict], group: dist.ProcessGroup, leader
         if isinstance(value, torch.Tensor):
             _send(value.contiguous(), group, leader)
     return batch
-
-
-def _receive_header(group: dist.ProcessGroup, leader: int) -> list[Any]:
-    said: list[object] = [None]
-    dist.broadcast_object_list(said, src=leader, group=group)
-    return said
 
 
 def _send(tensor: torch.Tensor, group: dist.ProcessGroup, leader: int) -> None:

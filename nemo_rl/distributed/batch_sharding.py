@@ -538,6 +538,43 @@ def plan_packed(
     return plans
 
 
+def plan_shards(
+    lengths: Sequence[int],
+    shards: int,
+    batch_size: int | None,
+    packing: SequencePackingArgs | None,
+    dynamic: DynamicBatchingArgs | None,
+    *,
+    width: int | None = None,
+) -> list[ShardPlan]:
+    """`plan_packed` or `plan_dynamic` with these arguments, or `plan_even`. `width`: of the padded rows. Raises
+    ValueError: see there, or both arguments are given.
+    """
+    if packing is not None and dynamic is not None:
+        raise ValueError("sequence_packing_args and dynamic_batching_args exclude each other")
+    if packing is not None:
+        return plan_packed(
+            lengths,
+            shards,
+            batch_size,
+            max_tokens=packing["max_tokens_per_microbatch"],
+            algorithm=packing["algorithm"],
+            pad_multiple=packing["sequence_length_pad_multiple"],
+            order=packing.get("microbatch_order", "packer"),
+            prefixes=packing.get("prefixes"),
+        )
+    if dynamic is not None:
+        return plan_dynamic(
+            lengths,
+            shards,
+            batch_size,
+            max_tokens=dynamic["max_tokens_per_microbatch"],
+            length_round=dynamic["sequence_length_round"],
+            max_length=width,
+        )
+    return plan_even(len(lengths), shards, batch_size)
+
+
 def _pack(packer: SequencePacker, items: Sequence[Bundle]) -> list[Bundle]:
     """The bins as bundles of all their rows."""
     return [

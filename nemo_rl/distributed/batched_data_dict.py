@@ -198,41 +198,19 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         >>> [shard["x"] for shard in batch.shard_by_batch_size(2, batch_size=4)]
         [[0, 0, 2, 2], [1, 1, 3, 3]]
         """
-        if dynamic_batching_args is not None and sequence_packing_args is not None:
-            raise ValueError("dynamic_batching_args and sequence_packing_args exclude each other")
+        args = dynamic_batching_args or sequence_packing_args
         if allow_uneven_shards:
-            if batch_size is not None or dynamic_batching_args is not None or sequence_packing_args is not None:
+            if batch_size is not None or args is not None:
                 raise ValueError("allow_uneven_shards takes neither batch_size nor microbatch arguments")
             return self._take(batch_sharding.plan_uneven(self.size, shards))
-        if dynamic_batching_args is not None:
-            plans = self._plan_dynamic(shards, batch_size, dynamic_batching_args)
-        elif sequence_packing_args is not None:
-            plans = self._plan_packed(shards, batch_size, sequence_packing_args)
-        else:
+        if args is None:
             return self._take(batch_sharding.plan_even(self.size, shards, batch_size))
+        width = None if dynamic_batching_args is None else self[dynamic_batching_args["input_key"]].shape[1]
+        lengths = torch.as_tensor(self[args["input_lengths_key"]]).tolist()
+        plans = batch_sharding.plan_shards(
+            lengths, shards, batch_size, sequence_packing_args, dynamic_batching_args, width=width
+        )
         return self._take(plans), batch_sharding.permutation(plans)
-
-    def _plan_dynamic(self, shards: int, batch_size: int | None, args: DynamicBatchingArgs) -> list[ShardPlan]:
-        return batch_sharding.plan_dynamic(
-            _as_ints(self[args["input_lengths_key"]]),
-            shards,
-            batch_size,
-            max_tokens=args["max_tokens_per_microbatch"],
-            length_round=args["sequence_length_round"],
-            max_length=self[args["input_key"]].shape[1],
-        )
-
-    def _plan_packed(self, shards: int, batch_size: int | None, args: SequencePackingArgs) -> list[ShardPlan]:
-        return batch_sharding.plan_packed(
-            _as_ints(self[args["input_lengths_key"]]),
-            shards,
-            batch_size,
-            max_tokens=args["max_tokens_per_microbatch"],
-            algorithm=args["algorithm"],
-            pad_multiple=args["sequence_length_pad_multiple"],
-            order=args.get("microbatch_order", "packer"),
-            prefixes=args.get("prefixes"),
-        )
 
     def _take(self, plans: Sequence[ShardPlan]) -> "list[SlicedDataDict]":
         shards = []
@@ -330,10 +308,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
 class SlicedDataDict(BatchedDataDict[DictT]):
     """Part of a `BatchedDataDict`: a shard, a global batch or a microbatch."""
-
-
-def _as_ints(lengths: Any) -> list[int]:
-    return lengths.tolist() if isinstance(lengths, torch.Tensor) else [int(length) for length in lengths]
 
 
 def _join(key: str, columns: list[Column], pad_value: float) -> Column:

@@ -78,8 +78,6 @@ def two_tensor_ranks() -> dict[str, Any]:
         "half": str(batch["half"].dtype),
         "o": list(batch["o"]),
     }
-    worker._fetch(meta, ["input_ids"], fetch_policy="independent")
-    seen["reads of its own"] = storage.reads - seen["reads"]
     worker.get_logprobs_presharded(meta.only_fields(["input_ids"]), {"logprobs": "prev_logprobs"})
     blocks = storage.locate("p", ["a", "b"], create=False).blocks
     seen["wrote"] = any("prev_logprobs" in name for name in blocks)

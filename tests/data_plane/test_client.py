@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nemo_rl.config import DataPlaneConfig
-from nemo_rl.data_plane import DataPlaneClient, KVBatchMeta, MetricsDataPlaneClient, build_data_plane_client
+from nemo_rl.data_plane import KVBatchMeta, MetricsDataPlaneClient, build_data_plane_client
 from nemo_rl.data_plane.adapters import mooncake
 from nemo_rl.data_plane.adapters.mooncake import announced_address, segment_sizes
 from nemo_rl.data_plane.client import StoredClient
@@ -44,15 +44,6 @@ def client_of(storage: MemoryStorage, **options: Any) -> StoredClient:
 
 def numbers(count: int) -> dict[str, torch.Tensor]:
     return {"x": torch.arange(count)}
-
-
-def test_exactly_four_operations_are_what_an_implementation_must_bring() -> None:
-    assert DataPlaneClient.__abstractmethods__ == {
-        "put_samples",
-        "get_samples",
-        "clear_samples",
-        "close",
-    }
 
 
 def test_a_full_storage_makes_the_writer_wait_until_somebody_clears() -> None:

@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from nemo_rl.data_plane import materialize
-from nemo_rl.data_plane.codec import (
-    object_array,
-    pack_jagged_fields,
-    pack_per_token_field,
-    round_up,
-    to_nested_by_length,
-)
+from nemo_rl.data_plane.codec import object_array, round_up
 from nemo_rl.data_plane.field_schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, pad_values
 
 
-def rows_of(nested: torch.Tensor) -> list[list[int]]:
-    return [row.tolist() for row in nested.unbind()]
-
-
-def test_padding_is_cut_by_length_also_where_parallel_ranks_widened_the_rows() -> None:
-    padded = torch.arange(12).view(2, 6)
-    assert rows_of(to_nested_by_length(padded, torch.tensor([2, 3]))) == [[0, 1], [6, 7, 8]]
-    assert rows_of(pack_per_token_field(padded, [2, 3])) == [[0, 1], [6, 7, 8]]
-    assert torch.equal(pack_per_token_field(padded, [7, 3]), padded)
-    assert torch.equal(pack_per_token_field(torch.tensor([1, 2]), [1, 1]), torch.tensor([1, 2]))
-    with pytest.raises(ValueError, match="lengths"):
-        to_nested_by_length(padded, [1, 2, 3])
-
-
-def test_only_token_columns_become_jagged_and_the_consumer_pads_them() -> None:
+def test_the_consumer_pads_jagged_columns_and_gets_objects_as_arrays() -> None:
     images = torch.randn(2, 4, 3)
-    td = pack_jagged_fields(
-        {"input_ids": torch.arange(8).view(2, 4), "image": images, "names": ["a", ["b"]], "n": torch.ones(2)},
-        lengths=[1, 3],
-    )
-    assert td["input_ids"].is_nested and torch.equal(td["image"], images)
-    batch = materialize(td, pad_value_dict={"input_ids": 9}, pad_to_seqlen=5)
+    ids = torch.nested.nested_tensor_from_jagged(torch.tensor([0, 4, 5, 6]), torch.tensor([0, 1, 4]))
+    found = {"input_ids": ids, "image": images, "names": ["a", ["b"]], "n": torch.ones(2)}
+    batch = materialize(found, pad_value_dict={"input_ids": 9}, pad_to_seqlen=5)
     assert batch["input_ids"].tolist() == [[0, 9, 9, 9, 9], [4, 5, 6, 9, 9]]
+    assert batch["image"].shape == (2, 5, 3) and torch.equal(batch["image"][:, :4], images)
     assert list(batch["names"]) == ["a", ["b"]] and batch["names"].dtype == object and batch["n"].tolist() == [1, 1]
-    assert materialize(td, layout="jagged")["input_ids"].is_nested
-    with pytest.raises(TypeError, match="column 'x' is a int"):
-        pack_jagged_fields({"x": 3}, lengths=None)
+    assert materialize(found, layout="jagged")["input_ids"].is_nested
 
 
 def test_jagged_columns_made_of_offsets_are_padded_to_the_longest_row() -> None:
