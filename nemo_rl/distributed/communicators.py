@@ -1,4 +1,4 @@
-"""Destroys NCCL process groups to free their device memory, and recreates them with the same ranks.
+"""The process groups of a rank; NCCL ones are destroyed to free their device memory, and recreated with the same ranks.
 
 The new group has the old name, and takes every place of the process that held the old one, whatever module or class the
 place is in. The places are searched for among all objects once, which takes long where there are many, and are
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed import distributed_c10d
 
+from nemo_rl.config.world_sizes import ParallelSizes
 from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.distributed.processes import keep_living
 
@@ -256,3 +259,59 @@ def _rename(group: dist.ProcessGroup, name: GroupName) -> None:
     group._set_group_name(name)
     distributed_c10d._world.pg_names[group] = name
     _register_process_group(name, group)
+
+
+COLLECTIVE_TIMEOUT_S = 900.0
+
+
+class RankGroups(ABC):
+    """Process groups of this rank; made once per process."""
+
+    # Known also while communicators are dropped.
+    _coordinates: dict[str, int]
+
+    def __init__(self, sizes: ParallelSizes, accelerator: Accelerator) -> None:
+        self.sizes = sizes
+        self.device = accelerator.torch_device()
+        self.rank = int(os.environ["RANK"])
+        self.communicators = Communicators.of_ranks(accelerator, COLLECTIVE_TIMEOUT_S)
+
+    @property
+    @abstractmethod
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that see different samples."""
+
+    def coordinates(self) -> dict[str, int]:
+        """This rank's position along every axis, under the names that drivers use."""
+        return dict(self._coordinates)
+
+    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over data-parallel ranks."""
+        dist.all_reduce(values, group=self.data_group)
+        return values
+
+    def max_over_data(self, value: int) -> int:
+        """Maximum over data-parallel ranks."""
+        if self.sizes.dp == 1:
+            return value
+        tensor = torch.tensor([value], device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.data_group)
+        return int(tensor)
+
+    def gather_over_data(self, numbers: list[int]) -> list[int]:
+        """The numbers of all data-parallel ranks, in rank order."""
+        parts: list[list[int]] = [[]] * self.sizes.dp
+        dist.all_gather_object(parts, numbers, group=self.data_group)
+        return [number for part in parts for number in part]
+
+    def make_replica_group(self) -> dist.ProcessGroup | None:
+        """A host-side group of the ranks that see the same samples as this one, its leader first; None where there is
+        no other. Collective: called on all ranks.
+        """
+        sizes = self.sizes
+        if sizes.replica == 1:
+            return None
+        grid = torch.arange(sizes.world).reshape(sizes.pp, sizes.dp, sizes.cp, sizes.tp)
+        together = grid.transpose(0, 1).reshape(sizes.dp, -1).tolist()
+        group, _ = dist.new_subgroups_by_enumeration(together, backend="gloo")
+        return group if isinstance(group, dist.ProcessGroup) else None

@@ -40,7 +40,7 @@ def _step(model: str, world: int, overrides: list[str], *, fetched: bool) -> dic
     worker = make_worker(config, init_reference_model=True)
     share = shares_prompts(config.policy, cuda=False)
     loss, data = ClippedPGLossFn(config.loss_fn), grouped_batch() if share else training_batch()
-    rank = worker.backend.coordinates()["data_parallel"]
+    rank = worker.backend.groups.coordinates()["data_parallel"]
     sizes = {"gbs": ROWS, "mbs": config.policy.train_micro_batch_size}
     seen: dict[str, Any] = {}
     if not fetched:

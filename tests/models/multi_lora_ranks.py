@@ -79,7 +79,7 @@ def joint_worker(model: str, world: int, overrides: list[str]) -> MultiLoraWorke
 def _chunk(worker: Any, data: BatchedDataDict[Any]) -> Any:
     share = shares_prompts(worker.cfg, cuda=False)
     shards = shard_chunk(with_own_prompts(data), worker.cfg, worker.backend.sizes.dp, share=share)
-    return shards[worker.backend.coordinates()["data_parallel"]]
+    return shards[worker.backend.groups.coordinates()["data_parallel"]]
 
 
 def _captured(backend: Any, named: Any, into: list[dict[str, Any]]) -> None:

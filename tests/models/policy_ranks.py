@@ -106,7 +106,7 @@ def shard_of(worker: PolicyWorker, data: BatchedDataDict[Any], *, training: bool
     """The part of a global batch that this rank sees."""
     share = shares_prompts(worker.cfg, cuda=False)
     shards, _ = shard_batch(data, worker.cfg, worker.backend.sizes.dp, data.size, training=training, share=share)
-    return shards[worker.backend.coordinates()["data_parallel"]]
+    return shards[worker.backend.groups.coordinates()["data_parallel"]]
 
 
 def make_worker(config: MasterConfig, **options: Any) -> PolicyWorker:
@@ -415,7 +415,7 @@ def split_steps(model: str, world: int, cases: dict[str, list[str]]) -> dict[str
                 chunk = data.slice(start, start + size)
                 start += size
                 shards = shard_chunk(chunk, worker.cfg, worker.backend.sizes.dp)
-                worker.train_microbatches(shards[worker.backend.coordinates()["data_parallel"]])
+                worker.train_microbatches(shards[worker.backend.groups.coordinates()["data_parallel"]])
                 # Scoring between chunks leaves the model in evaluation mode.
                 worker.get_logprobs(shard_of(worker, data.slice(0, 2), training=False))
                 # What the open step has gathered goes to the host and comes back.
@@ -513,7 +513,7 @@ def uneven_packing(model: str, world: int) -> list[float]:
     data = training_batch()
     data["input_lengths"] = torch.tensor([24, 6, 6, 6, 7, 24, 7, 7])
     shards, _ = shard_batch(data, worker.cfg, worker.backend.sizes.dp, 4, training=True)
-    shard = shards[worker.backend.coordinates()["data_parallel"]]
+    shard = shards[worker.backend.groups.coordinates()["data_parallel"]]
     return worker.train(shard, ClippedPGLossFn(config.loss_fn), eval_mode=False, gbs=4, mbs=2)["loss"]
 
 

@@ -59,7 +59,7 @@ def predicted_step(model: str, world: int, overrides: list[str]) -> dict[str, An
         worker.train_microbatches(mine if packed else mine.slice(start, start + mbs))
     answer: Any = worker.finish_train_step()
     sums = [sum(values) for name, values in sorted(answer["all_mb_metrics"].items()) if name.startswith("mtp/")]
-    said = worker.backend.sum_over_data(torch.tensor(sums, dtype=torch.float64))
+    said = worker.backend.groups.sum_over_data(torch.tensor(sums, dtype=torch.float64))
     return {
         "gradient": found,
         "losses": said.tolist(),

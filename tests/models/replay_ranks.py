@@ -116,7 +116,7 @@ def _replayed_step(worker: PolicyWorker, config: MasterConfig, data: BatchedData
         "logprobs": mine["prev_logprobs"].numpy(),
         "loss": answer["loss"][0],
         "grad_norm": answer["grad_norm"],
-        "error": float(worker.backend.sum_over_data(sums)),
+        "error": float(worker.backend.groups.sum_over_data(sums)),
         **shares,
     }
 

@@ -20,11 +20,11 @@ def test_cached_memory_goes_back_every_so_many_microbatches(
     monkeypatch.setattr(
         "nemo_rl.models.dtensor.dtensor_backend.release_cached_memory", lambda device: cleared.append(len(done) + 1)
     )
-    alone = SimpleNamespace(size=lambda: 1)
-    mesh: Any = SimpleNamespace(device=torch.device("cpu"), gradient_mesh=alone)
     model: Any = torch.nn.Linear(1, 1)
     model.drop_gathered = lambda: None
-    backend: Any = DTensorBackend(model, mesh, SimpleNamespace(), None, SimpleNamespace(), clear_cache_every=every)
+    backend: Any = DTensorBackend.__new__(DTensorBackend)
+    backend.scorer, backend.groups = model, SimpleNamespace(device=torch.device("cpu"))
+    backend._clear_every, backend._microbatches = every, 0
     backend._loss = lambda data, loss_fn: (model.weight.sum(), None)
     row = {"input_ids": torch.zeros((1, 2)), "input_lengths": torch.tensor([2])}
     for _ in range(5):

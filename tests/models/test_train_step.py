@@ -31,6 +31,7 @@ class Backend:
     def __init__(self, others: tuple[float, float] = (0.0, 0.0)) -> None:
         self.weights, self.gradient = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
         self.others = torch.tensor(others, dtype=torch.float64)
+        self.groups: Any = self
         self.steps = 0
 
     def start_step(self) -> None:

@@ -89,25 +89,7 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptio
         reference = partial(_swapped_in, initial, scorer)
     else:
         reference = partial(base_model, [scorer]) if keeps else None
-    generation = cfg.generation
-    adapted = [name for name, part in scorer.named_modules() if isinstance(part, AdaptedLinear)]
-    return DTensorBackend(
-        scorer,
-        mesh,
-        logit_transform(generation.temperature, generation.top_p, generation.top_k, scorer.lm.config),
-        optimizer,
-        DTensorCheckpointWriter(mesh),
-        scheduler=scheduler,
-        reference=reference,
-        dtype=compute_dtype(cfg.precision),
-        stays_on_host=parallel.cpu_offload,
-        defer_gradient_sync=parallel.defer_fsdp_grad_sync,
-        clear_cache_every=parallel.clear_cache_every_n_steps,
-        adapter=AdapterInfo.of(cfg.model_name, lora.dim, lora.alpha, adapted) if lora.enabled else None,
-        sends_adapters=lora.enabled and lora.sync == "adapter",
-        share_prompts=shares_prompts(cfg, cuda=mesh.device.type == "cuda"),
-        row_multiple=math.lcm(scorer.row_multiple(), row_round(cfg.sequence_packing, mesh.device)),
-    )
+    return DTensorBackend(scorer, mesh, cfg, optimizer=optimizer, scheduler=scheduler, reference=reference)
 
 
 def _swapped_in(reference: ReferenceWeights, scorer: CausalLMScorer) -> AbstractContextManager[None]:
@@ -121,52 +103,34 @@ class DTensorBackend(Backend):
         optimizer: None for a policy that only scores.
         scheduler: Of the learning rate; None keeps it constant.
         reference: Has the model compute with the run's initial weights in a block; None without them.
-        dtype: Precision of the model, for the configuration of a checkpoint.
-        stays_on_host: Whether FSDP keeps parameters on the host between uses.
-        defer_gradient_sync: Whether gradients are reduced once per step; until then every rank holds whole gradients.
-        clear_cache_every: Microbatches between releases of cached device memory; None for never.
-        adapter: The adapters' configuration in checkpoints; None if all weights are trained.
-        sends_adapters: Whether a refit sends adapters alone.
-        share_prompts: Whether rows of a microbatch share a common prefix.
-        row_multiple: Packed rows are padded to a multiple of this.
     """
 
     def __init__(
         self,
         scorer: CausalLMScorer,
         mesh: ParallelMesh,
-        transform: LogitTransform,
-        optimizer: torch.optim.Optimizer | None,
-        writer: DTensorCheckpointWriter,
+        cfg: PolicyConfig,
         *,
+        optimizer: torch.optim.Optimizer | None = None,
         scheduler: LRScheduler | None = None,
         reference: Callable[[], AbstractContextManager[None]] | None = None,
-        dtype: torch.dtype = torch.float32,
-        stays_on_host: bool = False,
-        defer_gradient_sync: bool = False,
-        clear_cache_every: int | None = None,
-        adapter: AdapterInfo | None = None,
-        sends_adapters: bool = False,
-        share_prompts: bool = False,
-        row_multiple: int = 1,
     ) -> None:
+        parallel, lora, generation = cfg.dtensor_cfg, cfg.dtensor_cfg.lora_cfg, cfg.generation
         self.scorer = scorer
         self.groups = self.mesh = mesh
-        self.transform = transform
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self._reference = reference
-        self.snapshots = self.writer = writer
-        self._dtype = dtype
-        self._stays_on_host = stays_on_host
-        # A single rank has no peer to wait for.
-        self._defers = defer_gradient_sync and mesh.gradient_mesh.size() > 1
-        self._clear_every = clear_cache_every
-        self._microbatches = 0
-        self._adapter = adapter
-        self._sends_adapters = sends_adapters
-        self._share_prompts = share_prompts
-        self._row_multiple = row_multiple
+        self.transform = logit_transform(generation.temperature, generation.top_p, generation.top_k, scorer.lm.config)
+        self.optimizer, self.scheduler, self._reference = optimizer, scheduler, reference
+        self.snapshots = self.writer = DTensorCheckpointWriter(mesh)
+        self._dtype = compute_dtype(cfg.precision)
+        self._stays_on_host = parallel.cpu_offload
+        # Every rank then holds whole gradients until the end of a step. A single rank has no peer to wait for.
+        self._defers = parallel.defer_fsdp_grad_sync and mesh.gradient_mesh.size() > 1
+        self._clear_every, self._microbatches = parallel.clear_cache_every_n_steps, 0
+        adapted = [name for name, part in scorer.named_modules() if isinstance(part, AdaptedLinear)]
+        self._adapter = AdapterInfo.of(cfg.model_name, lora.dim, lora.alpha, adapted) if lora.enabled else None
+        self._sends_adapters = lora.enabled and lora.sync == "adapter"
+        self._share_prompts = shares_prompts(cfg, cuda=mesh.device.type == "cuda")
+        self._row_multiple = math.lcm(scorer.row_multiple(), row_round(cfg.sequence_packing, mesh.device))
         # State that is on the host at present.
         self._model_memory: MovableStorages | None = None
         self._optimizer_memory: MovableStorages | None = None
@@ -360,11 +324,6 @@ class DTensorBackend(Backend):
                 self.logprobs([rows], filtered=True, idle=0)
         self.start_step()
         self.forward_backward([rows], loss_fn, idle=0)
-
-    def reference_weights(self) -> AbstractContextManager[None]:
-        if self._reference is None:
-            raise RuntimeError("this policy keeps no reference weights (init_reference_model=False)")
-        return self._reference()
 
     # -- weights, optimizer and schedule ------------------------------------------------------------------------------
 

@@ -32,10 +32,10 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from nemo_rl.config import DTensorConfig
 from nemo_rl.config.world_sizes import ParallelSizes, ParallelSizesError
 from nemo_rl.distributed.accelerator_slots import Accelerator
+from nemo_rl.distributed.communicators import RankGroups
 from nemo_rl.distributed.devices import total_memory
 from nemo_rl.distributed.worker_groups import resolve_fqn
 from nemo_rl.models.dtensor.experts import count_experts, expert_modules
-from nemo_rl.models.policy.backend import RankGroups
 from nemo_rl.models.policy.memory_estimate import KEPT_SHARE
 from nemo_rl.models.policy.model_config import UnsupportedModelError, check_divisible, decoder_of
 

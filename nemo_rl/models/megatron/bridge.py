@@ -204,7 +204,7 @@ class Bridge:
 
 
 class BridgedWeights:
-    """The parameters of a model that the package carries in and out; see `ModelWeights`.
+    """The parameters of a model that the package carries in and out, as `ShardedWeights` does others.
 
     Optimizer state has no names of files here: every part is kept as the rank has it that holds it first, and a
     checkpoint resumes on the same grid.

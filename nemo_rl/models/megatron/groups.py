@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from nemo_rl.config.world_sizes import ParallelSizes, ParallelSizesError
 from nemo_rl.distributed.accelerator_slots import Accelerator
+from nemo_rl.distributed.communicators import COLLECTIVE_TIMEOUT_S, RankGroups
 from nemo_rl.models.megatron import cpu
-from nemo_rl.models.policy.backend import COLLECTIVE_TIMEOUT_S, RankGroups
 
 
 class MegatronGroups(RankGroups):

@@ -27,14 +27,14 @@ from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.megatron import cpu
 from nemo_rl.models.megatron.bridge import BridgedWeights
 from nemo_rl.models.megatron.groups import MegatronGroups
-from nemo_rl.models.megatron.megatron_checkpoint import OptimizerState, load_optimizer, save_optimizer
+from nemo_rl.models.megatron.megatron_checkpoint import ModelWeights, OptimizerState, load_optimizer, save_optimizer
 from nemo_rl.models.megatron.megatron_lora import KEY, AdaptedWeights
 from nemo_rl.models.megatron.megatron_optimizer import build_optimizer, build_schedule, inner_optimizers, with_gradients
 from nemo_rl.models.megatron.model import BuiltModel, build_model, is_frozen_router
-from nemo_rl.models.megatron.pipeline_passes import Ending, Pipeline
+from nemo_rl.models.megatron.pipeline_passes import Pipeline
 from nemo_rl.models.megatron.prediction import FOLDER, PredictingWeights
 from nemo_rl.models.megatron.routers import Routers
-from nemo_rl.models.megatron.sharded_weights import ModelWeights, ShardedWeights
+from nemo_rl.models.megatron.sharded_weights import ShardedWeights
 from nemo_rl.models.policy.attention import kernel_in_use
 from nemo_rl.models.policy.backend import Backend, BackendOptions
 from nemo_rl.models.policy.checkpoint_files import (
@@ -185,17 +185,6 @@ class MegatronBackend(Backend):
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
-    def _loss_ending(self, loss_fn: LossFunction) -> Ending:
-        def end(
-            data: Mapping[str, torch.Tensor], batch: PackedBatch, output: Any
-        ) -> tuple[torch.Tensor, MicrobatchResult]:
-            loss, result = microbatch_loss(
-                data, loss_fn, batch, output, filters=self.transform.filters, device=self.device
-            )
-            return loss, _for_other_stages(result, self.sizes.pp)
-
-        return end
-
     def start_step(self) -> None:
         self._require_optimizer()
         self.discard_gradients()
@@ -207,22 +196,36 @@ class MegatronBackend(Backend):
     def forward_backward(
         self, microbatches: Sequence[Mapping[str, torch.Tensor]], loss_fn: LossFunction, *, idle: int
     ) -> list[MicrobatchResult]:
+        results = self._losses(microbatches, loss_fn, idle, backward=True)
+        if self._clears_cache == 2:
+            release_cached_memory(self.device)
+        return results
+
+    def _losses(
+        self, microbatches: Sequence[Mapping[str, torch.Tensor]], loss_fn: LossFunction, idle: int, *, backward: bool
+    ) -> list[MicrobatchResult]:
         # Every time: log-probabilities may have been computed since the last chunk.
-        self._set_training(True)
+        self._set_training(backward)
         logits = wants_logits(loss_fn)
-        results = self._pipeline.run(
+
+        def end(
+            data: Mapping[str, torch.Tensor], batch: PackedBatch, output: Any
+        ) -> tuple[torch.Tensor, MicrobatchResult]:
+            loss, result = microbatch_loss(
+                data, loss_fn, batch, output, filters=self.transform.filters, device=self.device
+            )
+            return loss, _for_other_stages(result, self.sizes.pp)
+
+        return self._pipeline.run(
             microbatches,
             idle,
-            self._loss_ending(loss_fn),
+            end,
             self.transform,
-            backward=True,
+            backward=backward,
             logits=logits,
             trained_only=not logits,
             loss_fn=loss_fn,
         )
-        if self._clears_cache == 2:
-            release_cached_memory(self.device)
-        return results
 
     def _set_training(self, training: bool) -> None:
         for chunk in self.chunks:
@@ -232,18 +235,7 @@ class MegatronBackend(Backend):
     def evaluate(
         self, microbatches: Sequence[Mapping[str, torch.Tensor]], loss_fn: LossFunction, *, idle: int
     ) -> list[MicrobatchResult]:
-        self._set_training(False)
-        logits = wants_logits(loss_fn)
-        return self._pipeline.run(
-            microbatches,
-            idle,
-            self._loss_ending(loss_fn),
-            self.transform,
-            backward=False,
-            logits=logits,
-            trained_only=not logits,
-            loss_fn=loss_fn,
-        )
+        return self._losses(microbatches, loss_fn, idle, backward=False)
 
     @torch.no_grad()
     def logprobs(
@@ -267,11 +259,6 @@ class MegatronBackend(Backend):
             return output.logprobs_Tk.sum(), likely_rows(batch, output)
 
         return self._pipeline.run(microbatches, idle, end, self.transform.unfiltered(), backward=False, likely=k)
-
-    def reference_weights(self) -> AbstractContextManager[None]:
-        if self._reference is None:
-            raise RuntimeError("this policy keeps no reference weights (init_reference_model=False)")
-        return self._reference()
 
     # -- the end of a step --------------------------------------------------------------------------------------------
 

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nemo_rl.models.megatron.bridge import BridgedWeights
 from nemo_rl.models.megatron.megatron_optimizer import inner_optimizers
-from nemo_rl.models.megatron.sharded_weights import ModelWeights
+from nemo_rl.models.megatron.sharded_weights import ShardedWeights
 from nemo_rl.models.policy.checkpoint_files import BackgroundWriter
 from nemo_rl.models.policy.model_config import CheckpointMismatchError
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+ModelWeights = ShardedWeights | BridgedWeights
 SCHEDULE_FILE = "schedule.json"
 _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 _MAIN = "param"

@@ -112,7 +112,13 @@ class Pipeline:
         ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, object]]]:
             data = next(batches)
             real = data is not None
-            batch = self._packed(data, trained_only=trained_only and real, loss_fn=loss_fn if real else None)
+            batch = pack(
+                idle_microbatch() if data is None else data,
+                self._groups.device,
+                multiple=self._row_multiple,
+                trained_only=trained_only and real,
+                loss_fn=loss_fn if real else None,
+            )
             self._routers.aim(chunk, data, batch, self._cut, loss_fn if backward else None)
             ahead: list[Ahead] = []
             if backward and loss_fn is not None and unwrap(chunk).mtp_process:
@@ -138,21 +144,6 @@ class Pipeline:
             raise failures[0]
         if said:
             raise PipelineStageError(f"the last pipeline stage of this replica failed: {said[0]}")
-
-    def _packed(
-        self,
-        data: Mapping[str, torch.Tensor] | None,
-        *,
-        trained_only: bool = False,
-        loss_fn: LossFunction | None = None,
-    ) -> PackedBatch:
-        return pack(
-            data if data is not None else idle_microbatch(),
-            self._groups.device,
-            multiple=self._row_multiple,
-            trained_only=trained_only,
-            loss_fn=loss_fn,
-        )
 
     def _through(self, chunk: GPTModel, batch: PackedBatch, ahead: Sequence[Ahead]) -> torch.Tensor:
         from nemo_rl.models.megatron.packed_layers import PackedRow

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,49 +91,6 @@ def _downloaded(source: str) -> Path:
         return Path(snapshot_download(source, allow_patterns=_FILES))
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(f"policy.model_name={source!r} cannot be loaded: {error}") from error
-
-
-class ModelWeights(Protocol):
-    """A model's parameters as one rank holds them, and their way in and out."""
-
-    @property
-    def described(self) -> Sequence[Weight]:
-        """Weights that optimizer state is kept for, the same on every rank where state is gathered whole."""
-        ...
-
-    def load(self, source: str) -> None:
-        """Reads this rank's part of every parameter."""
-        ...
-
-    def metas(self, dtype: torch.dtype) -> list[TensorMeta]:
-        """Names, shapes and dtypes of an export, in order."""
-        ...
-
-    def full(self, dtype: torch.dtype | None, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and full tensors; collective over the replica."""
-        ...
-
-    def own(self) -> Mapping[str, nn.Parameter]:
-        """This rank's parameters by name."""
-        ...
-
-    def copies(self, weight: Weight) -> list[nn.Parameter]:
-        """This rank's parameters that hold a weight."""
-        ...
-
-    def part(self, weight: Weight, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of anything that is cut like a weight."""
-        ...
-
-    def gather(
-        self, weight: Weight, local: torch.Tensor | None, device: torch.device, dtype: torch.dtype | None
-    ) -> torch.Tensor:
-        """The whole tensor of this rank's parts of a weight."""
-        ...
-
-    def keeps(self, number: int, name: str) -> bool:
-        """Whether this rank writes the `number`-th piece of state, of parameter `name`."""
-        ...
 
 
 class ShardedWeights:

@@ -9,11 +9,9 @@ adapter's step.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,10 +19,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.world_sizes import ParallelSizes
+from nemo_rl.distributed.accelerator_slots import CPU, CUDA
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.communicators import RankGroups
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.dtensor.dtensor_backend import DTensorBackend
-from nemo_rl.models.dtensor.dtensor_checkpoint import SCHEDULE_FILE, DTensorCheckpointWriter
+from nemo_rl.models.dtensor.dtensor_checkpoint import SCHEDULE_FILE
 from nemo_rl.models.dtensor.dtensor_lora import KEY, chosen_layers, chosen_of
 from nemo_rl.models.dtensor.export import hf_name
 from nemo_rl.models.dtensor.model_loading import load_scorer
@@ -32,18 +32,14 @@ from nemo_rl.models.dtensor.parallelize import ParallelMesh
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.multi_lora.messages import SLOT
 from nemo_rl.models.multi_lora.slots import AdapterSlots, Span, spans_of
-from nemo_rl.models.policy.batches import shares_prompts
 from nemo_rl.models.policy.checkpoint_files import BackgroundWriter, host_copy, write_adapter_directory
 from nemo_rl.models.policy.lora import start_factors
-from nemo_rl.models.policy.model_config import CheckpointMismatchError, compute_dtype
+from nemo_rl.models.policy.model_config import CheckpointMismatchError
 from nemo_rl.models.policy.optimizer import advance_scheduler, build_optimizer, build_scheduler
-from nemo_rl.models.policy.packed import PackedBatch, idle_microbatch, logprob_rows, microbatch_loss, pack, row_round
+from nemo_rl.models.policy.packed import PackedBatch, idle_microbatch, logprob_rows, microbatch_loss, pack
 from nemo_rl.models.policy.scoring import LogitTransform, TokenScores, logit_transform
 from nemo_rl.models.policy.train_step import MicrobatchResult, TrainStep
 from nemo_rl.utils.adapter_files import AdapterInfo
-
-if TYPE_CHECKING:
-    from nemo_rl.distributed.accelerator_slots import Accelerator
 
 OPTIMIZER_FILE = "adapter_optimizer.pt"
 
@@ -54,9 +50,9 @@ class SlotStepBackend:
     def __init__(
         self, mesh: ParallelMesh, parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> None:
-        self._mesh, self._parameters, self._optimizer = mesh, list(parameters), optimizer
-        self.device, self.sum_over_data = mesh.device, mesh.sum_over_data
-        self.max_over_data, self.gather_over_data = mesh.max_over_data, mesh.gather_over_data
+        self.groups: RankGroups = mesh
+        self._mesh = mesh
+        self._parameters, self._optimizer = list(parameters), optimizer
 
     def start_step(self) -> None:
         self.discard_gradients()
@@ -121,40 +117,22 @@ class FilledSlot:
 
 def build_backend(cfg: PolicyConfig, sizes: ParallelSizes) -> MultiLoraBackend:
     """This rank's frozen base model, without adapters. Collective. For errors see `load_scorer`."""
-    mesh = ParallelMesh(sizes, _accelerator(), dp_replicate=cfg.dtensor_cfg.dp_replicate_size)
+    accelerator = CUDA if torch.cuda.is_available() else CPU
+    mesh = ParallelMesh(sizes, accelerator, dp_replicate=cfg.dtensor_cfg.dp_replicate_size)
     base = cfg.model_copy(deep=True)
     base.dtensor_cfg.lora_cfg.enabled = False
     # Spans differ from row to row, and each pattern of them would be compiled again.
     base.dtensor_cfg.torch_compile = False
     scorer = load_scorer(base, mesh)
     names = [hf_name(name) for name in chosen_layers(scorer.lm, cfg.dtensor_cfg.lora_cfg)]
-    multiple = math.lcm(scorer.row_multiple(), row_round(cfg.sequence_packing, mesh.device))
-    return MultiLoraBackend(scorer, mesh, cfg, AdapterSlots(scorer, names, mesh.device), row_multiple=multiple)
-
-
-def _accelerator() -> Accelerator:
-    from nemo_rl.distributed.accelerator_slots import CPU, CUDA
-
-    return CUDA if torch.cuda.is_available() else CPU
+    return MultiLoraBackend(scorer, mesh, base, AdapterSlots(scorer, names, mesh.device))
 
 
 class MultiLoraBackend(DTensorBackend):
     """One rank: the base model, its slots and their optimizers."""
 
-    def __init__(
-        self, scorer: CausalLMScorer, mesh: ParallelMesh, cfg: PolicyConfig, slots: AdapterSlots, *, row_multiple: int
-    ) -> None:
-        super().__init__(
-            scorer,
-            mesh,
-            LogitTransform(),
-            None,
-            DTensorCheckpointWriter(mesh),
-            dtype=compute_dtype(cfg.precision),
-            share_prompts=shares_prompts(cfg, cuda=mesh.device.type == "cuda"),
-            row_multiple=row_multiple,
-        )
-        self._base = cfg
+    def __init__(self, scorer: CausalLMScorer, mesh: ParallelMesh, cfg: PolicyConfig, slots: AdapterSlots) -> None:
+        super().__init__(scorer, mesh, cfg)
         self.slots = slots
         self.adapters: dict[int, FilledSlot] = {}
 

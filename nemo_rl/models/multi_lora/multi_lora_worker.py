@@ -107,7 +107,7 @@ class MultiLoraWorker(PolicyWorker):
         # Every rank must know which losses raised anywhere: the next calls are collective.
         raised = torch.tensor([float(slot in failed) for slot in adapters], device=backend.device)
         reports: dict[int, dict[str, object] | StepRefused] = {}
-        for slot, bad in zip(adapters, backend.sum_over_data(raised).tolist(), strict=True):
+        for slot, bad in zip(adapters, backend.groups.sum_over_data(raised).tolist(), strict=True):
             if bad:
                 adapters[slot].step.abort()
                 reports[slot] = StepRefused(f"its loss raised {failed.get(slot, 'on another rank')}")

@@ -152,10 +152,10 @@ class PolicyWorker(TQWorkerMixin):
         capture(on)
 
     def _local_coords(self) -> dict[str, int]:
-        return self.backend.coordinates()
+        return self.backend.groups.coordinates()
 
     def _make_replica_group(self) -> torch.distributed.ProcessGroup | None:
-        return self.backend.make_replica_group()
+        return self.backend.groups.make_replica_group()
 
     # -- scoring ------------------------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class PolicyWorker(TQWorkerMixin):
         """The microbatches of these rows, and how many more another rank has."""
         self.backend.rebuild_communicators()
         parts = microbatches(data, self.cfg, size, replayed=replayed)
-        return parts, self.backend.max_over_data(len(parts)) - len(parts)
+        return parts, self.backend.groups.max_over_data(len(parts)) - len(parts)
 
     def _score(
         self,
@@ -304,7 +304,7 @@ class PolicyWorker(TQWorkerMixin):
 
     def _evaluate(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int) -> StepResult:
         counts = torch.stack(count_valid(batch)).to(self.backend.device)
-        counts = self.backend.sum_over_data(counts).tolist()
+        counts = self.backend.groups.sum_over_data(counts).tolist()
         parts, idle = self._cut(batch, mbs)
         evaluated = self.backend.evaluate(parts, loss_fn, idle=idle)
         sums = [result.metrics for result in evaluated]
@@ -314,7 +314,7 @@ class PolicyWorker(TQWorkerMixin):
                 {n: torch.stack([s[n].double() for s in sums]) for n in sums[0]}, loss_fn, *counts
             ).items()
         }
-        loss = self.backend.sum_over_data(
+        loss = self.backend.groups.sum_over_data(
             torch.tensor(sum(metrics["loss"]), dtype=torch.float64, device=self.backend.device)
         )
         return StepResult(float(loss), 0.0, metrics, *counts, work=total_work(evaluated))

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from nemo_rl.config.errors import UserError
+from nemo_rl.distributed.communicators import RankGroups
 from nemo_rl.loss.interfaces import LossFunction, count_valid, gradient_count, normalize_metrics
 from nemo_rl.utils.flops import Work
 
@@ -46,10 +47,7 @@ class MicrobatchResult:
 class StepBackend(Protocol):
     """Operations of a framework that a train step calls."""
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the model."""
-        ...
+    groups: RankGroups
 
     def start_step(self) -> None:
         """Zeroes the gradients."""
@@ -67,18 +65,6 @@ class StepBackend(Protocol):
 
         Returns one result per microbatch, the same on all ranks of a replica.
         """
-        ...
-
-    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over data-parallel ranks."""
-        ...
-
-    def max_over_data(self, value: int) -> int:
-        """Maximum over data-parallel ranks."""
-        ...
-
-    def gather_over_data(self, numbers: list[int]) -> list[int]:
-        """The numbers of all data-parallel ranks, in rank order."""
         ...
 
     def gradient_norm(self) -> torch.Tensor:
@@ -125,7 +111,7 @@ class TrainStep:
     """Runs steps on a backend, one after the other."""
 
     def __init__(self, backend: StepBackend) -> None:
-        self._backend = backend
+        self._backend, self._groups = backend, backend.groups
         self._open: _OpenStep | None = None
 
     def begin(self, loss_fn: LossFunction) -> None:
@@ -133,7 +119,7 @@ class TrainStep:
         if self._open is not None:
             raise TrainStepStateError("a train step is already open: finish or abort it before beginning another")
         self._backend.start_step()
-        self._open = _OpenStep(loss_fn, torch.zeros(2, dtype=torch.float64, device=self._backend.device))
+        self._open = _OpenStep(loss_fn, torch.zeros(2, dtype=torch.float64, device=self._groups.device))
 
     def microbatches(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Adds a chunk of any size to the open step; ranks with fewer microbatches, or none, take part in the others'
@@ -142,7 +128,7 @@ class TrainStep:
         step = self._require_open("train_microbatches")
         with ExitStack() as undo:
             undo.callback(self.abort)
-            idle = self._backend.max_over_data(len(batches)) - len(batches)
+            idle = self._groups.max_over_data(len(batches)) - len(batches)
             self.deposit(batches, self._backend.forward_backward(batches, step.loss_fn, idle=idle))
             undo.pop_all()
 
@@ -166,7 +152,7 @@ class TrainStep:
         with ExitStack() as close:
             # A step that is done has nothing left to drop, so that this only ever acts on errors and empty steps.
             close.callback(self.abort)
-            counts = self._backend.sum_over_data(step.counts.clone()).tolist()
+            counts = self._groups.sum_over_data(step.counts.clone()).tolist()
             if counts[1] <= 0:
                 logger.warning("step=skipped reason=no_trained_token sequences=%.0f chunks=%d", counts[0], step.chunks)
                 return self._result(step, counts, 0.0, stepped=False)
@@ -184,16 +170,16 @@ class TrainStep:
 
     def _result(self, step: _OpenStep, counts: list[float], grad_norm: float, *, stepped: bool) -> StepResult:
         local = normalize_metrics(_stack(step.results), step.loss_fn, *counts)
-        loss = self._backend.sum_over_data(
-            local["loss"].double().sum().to(self._backend.device) if "loss" in local else step.counts.new_zeros(())
+        loss = self._groups.sum_over_data(
+            local["loss"].double().sum().to(self._groups.device) if "loss" in local else step.counts.new_zeros(())
         )
         metrics = {name: values.tolist() for name, values in local.items()}
         work = total_work(step.results)
         return StepResult(float(loss), grad_norm, metrics, *counts, stepped=stepped, chunks=step.chunks, work=work)
 
     def _require_finite(self, step: _OpenStep, result: StepResult) -> None:
-        bad = self._backend.sum_over_data(
-            torch.tensor([0.0 if math.isfinite(result.grad_norm) else 1.0], device=self._backend.device)
+        bad = self._groups.sum_over_data(
+            torch.tensor([0.0 if math.isfinite(result.grad_norm) else 1.0], device=self._groups.device)
         )
         if not float(bad) and math.isfinite(result.loss):
             return
@@ -204,7 +190,7 @@ class TrainStep:
             if is_bad
         ]
         # Ranks work on different samples, and only one rank's message reaches the user: each knows those of all.
-        samples = sorted(self._backend.gather_over_data(samples))
+        samples = sorted(self._groups.gather_over_data(samples))
         raise NonFiniteStepError(
             f"the step was refused, weights are unchanged: loss {result.loss}, gradient norm {result.grad_norm}; "
             "samples of the step with values that are not finite: "
