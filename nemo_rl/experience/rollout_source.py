@@ -23,8 +23,8 @@ from nemo_rl.models.generation.decisions import (
     check_columns,
     columns_of,
     decision_metrics,
-    validates_every_batch,
 )
+from nemo_rl.models.policy.router_replay import validates_every_batch
 from nemo_rl.utils.record import Entry
 from nemo_rl.utils.route_trace import route_trace
 

@@ -127,9 +127,15 @@ def test_the_softmax_runs_over_the_recorded_set(chunk: int | None) -> None:
     [
         (lambda data: data.pop("routed_experts_valid"), "needs both columns"),
         (lambda data: data.update(routed_experts=data["routed_experts"][:, :5]), "expected .B, S, L, K."),
-        (lambda data: data.update(routed_experts=data["routed_experts"][:, :, :1]), "has 1 layers and 2 experts per"),
-        (lambda data: data["routed_experts"].__setitem__((0, 0, 0, 0), 8), "has expert 8; .*experts 0 to 7"),
-        (lambda data: data["routed_experts"].__setitem__((2, 3, 1), 5), "names an expert twice"),
+        (
+            lambda data: data.update(routed_experts=data["routed_experts"][:, :, :1]),
+            "expected .14, 2, 2.",
+        ),
+        (
+            lambda data: data["routed_experts"].__setitem__((0, 0, 0, 0), 8),
+            "token 0, layer 0 .*0 to 7",
+        ),
+        (lambda data: data["routed_experts"].__setitem__((2, 3, 1), 5), "layer 1 .*one of them twice"),
     ],
 )
 def test_routes_that_do_not_fit_are_refused(change: Any, message: str) -> None:
@@ -145,7 +151,7 @@ def test_routes_that_do_not_fit_are_refused(change: Any, message: str) -> None:
         (lambda data: data.pop("sampling_mask_ids"), "needs both columns"),
         (lambda data: data["sampling_mask_ids"].__setitem__(1, torch.tensor([1])), "ids per row"),
         (lambda data: data["sampling_mask_counts"].__setitem__((0, 0), -1), "at least 0"),
-        (lambda data: data["sampling_mask_ids"][2].__setitem__(0, 49), "row 2, position 3: .* does not contain"),
+        (lambda data: data["sampling_mask_ids"][2].__setitem__(0, 49), "row 2, token 3: .* does not contain"),
     ],
 )
 def test_sets_that_do_not_fit_are_refused(change: Any, message: str) -> None:

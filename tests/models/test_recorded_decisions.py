@@ -25,10 +25,11 @@ from nemo_rl.environments.environment_registry import environment_settings
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import LiveRollouts
 from nemo_rl.experience.rollouts import AgentRollouts, RolloutLimits, RolloutPlan, RolloutRunner, number_samples
-from nemo_rl.models.generation.decisions import VALIDATE, Recording
+from nemo_rl.models.generation.decisions import Recording
 from nemo_rl.models.generation.endpoint.server import start_endpoint
 from nemo_rl.models.generation.vllm import engine_actors
 from nemo_rl.models.generation.vllm.fleet import ShardState
+from nemo_rl.models.policy.router_replay import VALIDATE
 from tests.conftest import example
 from tests.experience.test_rollout_flow import Counts, prompts
 from tests.models.elastic_engines import Elastic, elastic_engines

@@ -10,7 +10,6 @@ Shapes: S positions, L layers with experts, K experts of a token, R sampled toke
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +22,8 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.config.errors import UserError
 from nemo_rl.data_plane.field_schema import ROUTE_FIELDS, SAMPLING_MASK_FIELDS
 from nemo_rl.models.policy.model_config import layers_with_experts, model_config, number_of_experts, text_config
-from nemo_rl.models.policy.router_replay import VALIDATE
+from nemo_rl.models.policy.router_replay import RouterReplayError, check_routes
+from nemo_rl.models.policy.scoring import SamplingMaskError, checked_mask_ids
 
 Array = NDArray[Any]
 
@@ -194,11 +194,6 @@ def columns_of(recording: Recording | None) -> tuple[str, ...]:
     return (ROUTE_FIELDS if recording.layers else ()) + (SAMPLING_MASK_FIELDS if recording.masks else ())
 
 
-def validates_every_batch() -> bool:
-    """Whether `NRL_ROUTER_REPLAY_VALIDATE` asks for checks of every batch; the first one is always checked."""
-    return os.environ.get(VALIDATE, "0") not in ("", "0")
-
-
 def check_columns(columns: Mapping[str, torch.Tensor], recording: Recording, where: str) -> None:
     """Checks the recorded columns of a batch.
 
@@ -214,73 +209,19 @@ def check_columns(columns: Mapping[str, torch.Tensor], recording: Recording, whe
             f"{where}: the columns {missing} are missing, which policy.router_replay.enabled and "
             f"policy.sampling_mask_replay need; there are {sorted(columns)}"
         )
-    if recording.layers:
-        check_routes(columns["routed_experts"], columns["routed_experts_valid"], recording, where)
-    if recording.masks:
-        _check_masks(columns, recording, where)
-
-
-def check_routes(routes_BSLK: torch.Tensor, valid_BS: torch.Tensor, recording: Recording, where: str) -> None:
-    """Checks routes. Raises RecordedDecisionsError: they are of another shape than the model's, name an expert that it
-    does not have, or one twice.
-    """
-    expected = (*valid_BS.shape, len(recording.layers), recording.per_token)
-    if tuple(routes_BSLK.shape) != expected:
+    try:
+        if recording.layers:
+            routes, valid = (columns[name] for name in ROUTE_FIELDS)
+            layers = [f"decoder layer {layer}" for layer in recording.layers]
+            check_routes(routes, valid, layers, recording.experts, recording.per_token)
+        ids_M = checked_mask_ids(columns) if recording.masks else torch.zeros(0)
+    except (RouterReplayError, SamplingMaskError) as error:
+        raise RecordedDecisionsError(f"{where}: {error}") from error
+    if len(ids_M) and not 0 <= int(ids_M.min()) <= int(ids_M.max()) < recording.vocabulary:
         raise RecordedDecisionsError(
-            f"{where}: routed_experts is {list(routes_BSLK.shape)}, expected [rows, tokens, layers with experts, "
-            f"experts per token] = {list(expected)} of policy.model_name; the engine runs another model than the policy"
+            f"{where}: sampling_mask_ids are from {int(ids_M.min())} to {int(ids_M.max())}, but the model's token ids "
+            f"are below {recording.vocabulary}"
         )
-    known = routes_BSLK[valid_BS].to(torch.int64)
-    wrong = (known < 0) | (known >= recording.experts)
-    if bool(wrong.any()):
-        token, layer, _ = (int(index) for index in wrong.nonzero()[0])
-        raise RecordedDecisionsError(
-            f"{_place(where, valid_BS, token, recording, layer)} has the experts {known[token, layer].tolist()}, but "
-            f"the model's are numbered from 0 to {recording.experts - 1}"
-        )
-    ordered = known.sort(dim=-1).values
-    twice = ordered[..., 1:] == ordered[..., :-1]
-    if bool(twice.any()):
-        token, layer, _ = (int(index) for index in twice.nonzero()[0])
-        raise RecordedDecisionsError(
-            f"{_place(where, valid_BS, token, recording, layer)} has an expert twice: {known[token, layer].tolist()}; "
-            "the engine returned no routes for this token"
-        )
-
-
-def _place(where: str, valid_BS: torch.Tensor, token: int, recording: Recording, layer: int) -> str:
-    row, position = (int(index) for index in valid_BS.nonzero()[token])
-    return f"{where}: routed_experts of row {row}, token {position}, decoder layer {recording.layers[layer]}"
-
-
-def _check_masks(columns: Mapping[str, torch.Tensor], recording: Recording, where: str) -> None:
-    counts_BS, trained_BS = columns["sampling_mask_counts"], columns["token_mask"] != 0
-    if counts_BS.shape != trained_BS.shape:
-        raise RecordedDecisionsError(
-            f"{where}: sampling_mask_counts is {list(counts_BS.shape)}, expected {list(trained_BS.shape)}"
-        )
-    for row, ids in enumerate(columns["sampling_mask_ids"]):
-        counts = counts_BS[row]
-        if int(counts.min()) < 0 or int(counts.sum()) != len(ids):
-            raise RecordedDecisionsError(
-                f"{where}: row {row} has {len(ids)} sampling_mask_ids, and sampling_mask_counts of {int(counts.sum())}"
-            )
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < recording.vocabulary:
-            raise RecordedDecisionsError(
-                f"{where}: row {row} has sampling_mask_ids from {int(ids.min())} to {int(ids.max())}, but the model's "
-                f"token ids are below {recording.vocabulary}"
-            )
-        positions = counts.nonzero().flatten()
-        owner = np.repeat(positions.numpy(), counts[positions].numpy())
-        drawn = columns["input_ids"][row].numpy()[owner] == np.asarray(ids)
-        held = np.zeros(len(counts), np.bool_)
-        held[owner[drawn]] = True
-        outside = [int(position) for position in positions if not held[position]]
-        if outside:
-            raise RecordedDecisionsError(
-                f"{where}: row {row}, token {outside[0]}: its sampling mask does not hold the token "
-                f"{int(columns['input_ids'][row, outside[0]])} itself, which was drawn from it"
-            )
 
 
 def decision_metrics(columns: Mapping[str, torch.Tensor]) -> dict[str, float]:

@@ -77,25 +77,42 @@ def packed_routes(data: Mapping[str, torch.Tensor], source_T: torch.Tensor, padd
     return Routes(experts_TLK, valid_T, read_T)
 
 
-def check_routes(routes: Routes, layers: int, experts: int, experts_per_token: int) -> None:
-    """Whether a row's routes fit a model. Raises RouterReplayError: another number of layers or of experts per token,
-    an expert that does not exist, or one twice for a token.
+def validates_every_batch() -> bool:
+    """Whether `NRL_ROUTER_REPLAY_VALIDATE` asks for checks of every batch; the first one is always checked."""
+    return os.environ.get(VALIDATE, "0") not in ("", "0")
+
+
+def check_routes(
+    routes: torch.Tensor, valid: torch.Tensor, layers: Sequence[str], experts: int, experts_per_token: int
+) -> None:
+    """Whether routes fit a model. Raises RouterReplayError: another number of layers or of experts per token, an expert
+    that does not exist, or one twice for a token.
+
+    Args:
+        routes: Of a packed row [T, L, K], or of a batch [B, S, L, K].
+        valid: Which tokens' are known, [T] or [B, S].
+        layers: Names of the model's layers with experts.
     """
-    got = tuple(routes.experts_TLK.shape[1:])
-    if got != (layers, experts_per_token):
+    expected = (*valid.shape, len(layers), experts_per_token)
+    if tuple(routes.shape) != expected:
         raise RouterReplayError(
-            f"{EXPERTS} has {got[0]} layers and {got[1]} experts per token; the model has {layers} layers with experts "
-            f"and {experts_per_token} experts per token: routes and policy are of different models"
+            f"{EXPERTS} is {list(routes.shape)}, expected {list(expected)}: the model has {len(layers)} layers with "
+            f"experts and {experts_per_token} experts per token; routes and policy are of different models"
         )
-    valid = routes.experts_TLK[routes.valid_T].long()
-    if not valid.numel():
-        return
-    if int(valid.min()) < 0 or int(valid.max()) >= experts:
-        wrong = int(valid.max()) if int(valid.max()) >= experts else int(valid.min())
-        raise RouterReplayError(f"{EXPERTS} has expert {wrong}; the model's layers have experts 0 to {experts - 1}")
-    ordered = valid.sort(dim=-1).values
-    if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
-        raise RouterReplayError(f"{EXPERTS} names an expert twice for one token and layer")
+    known = routes[valid].long()
+    ordered = known.sort(dim=-1).values
+
+    def refuse(bad: torch.Tensor, what: str) -> None:
+        if bool(bad.any()):
+            token, layer, _ = (int(index) for index in bad.nonzero()[0])
+            at = valid.nonzero()[token].tolist()
+            place = ", ".join(f"{name} {number}" for name, number in zip(("row", "token")[-len(at) :], at, strict=True))
+            raise RouterReplayError(
+                f"{EXPERTS} of {place}, {layers[layer]} has the experts {known[token, layer].tolist()}, {what}"
+            )
+
+    refuse((known < 0) | (known >= experts), f"but the model's are numbered from 0 to {experts - 1}")
+    refuse(ordered[..., 1:] == ordered[..., :-1], "one of them twice: the engine returned no routes for this token")
 
 
 @dataclass(frozen=True)
@@ -174,7 +191,8 @@ class RouterReplay:
 
     def __init__(self, targets: Sequence[RouterTarget], layers: int, experts: int, experts_per_token: int) -> None:
         self.targets = list(targets)
-        self._sizes = (layers, experts, experts_per_token)
+        names = [f"layer {layer} with experts" for layer in range(layers)]
+        self._sizes = (names, experts, experts_per_token)
         self._checked = False
 
     def check(self, routes: Routes | None) -> None:
@@ -183,9 +201,9 @@ class RouterReplay:
         """
         if routes is None:
             return
-        values = not self._checked or os.environ.get(VALIDATE, "0") not in ("", "0")
-        none_T = torch.zeros_like(routes.valid_T)
-        check_routes(routes if values else Routes(routes.experts_TLK, none_T, none_T), *self._sizes)
+        values = not self._checked or validates_every_batch()
+        valid_T = routes.valid_T if values else torch.zeros_like(routes.valid_T)
+        check_routes(routes.experts_TLK, valid_T, *self._sizes)
         self._checked = self._checked or bool(routes.valid_T.any())
 
     def start_counting(self) -> None:

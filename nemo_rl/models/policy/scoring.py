@@ -334,11 +334,6 @@ class KeptTokens:
         return excluded_TW
 
 
-def has_masks(data: Mapping[str, object]) -> bool:
-    """Whether a batch has recorded sets."""
-    return COUNTS in data or IDS in data
-
-
 def packed_masks(data: Mapping[str, torch.Tensor], source_T: torch.Tensor, padding: int) -> KeptTokens | None:
     """The sets of a packed row's targets on the host; None for a batch without.
 
@@ -349,17 +344,11 @@ def packed_masks(data: Mapping[str, torch.Tensor], source_T: torch.Tensor, paddi
     Raises SamplingMaskError: one of the two columns is missing, they do not fit each other or the batch, or a set does
     not contain the sampled token.
     """
-    if not has_masks(data):
+    if COUNTS not in data and IDS not in data:
         return None
     if COUNTS not in data or IDS not in data:
         raise SamplingMaskError(f"a batch with sampling masks needs both columns {COUNTS} and {IDS}")
-    counts_BS, ids_BS = data[COUNTS].cpu().long(), data["input_ids"].cpu()
-    if counts_BS.shape != ids_BS.shape or (counts_BS.numel() and int(counts_BS.min()) < 0):
-        raise SamplingMaskError(
-            f"{COUNTS} {list(counts_BS.shape)}: expected counts of at least 0, {list(ids_BS.shape)} as input_ids"
-        )
-    ids_M = _flat_ids(data[IDS], counts_BS)
-    _require_sampled_tokens(counts_BS, ids_M, ids_BS)
+    ids_M, counts_BS = checked_mask_ids(data), data[COUNTS].cpu().long()
     counts_N = counts_BS.reshape(-1)
     target_T = source_T + 1
     # A row's last column has no target inside it; the next flat index belongs to another row.
@@ -370,6 +359,18 @@ def packed_masks(data: Mapping[str, torch.Tensor], source_T: torch.Tensor, paddi
     within_M = torch.arange(int(counts_T.sum())) - (counts_T.cumsum(0) - counts_T).repeat_interleave(counts_T)
     chosen_M = ids_M[begin_T.repeat_interleave(counts_T) + within_M]
     return KeptTokens(torch.cat([counts_T, counts_T.new_zeros(padding)]), chosen_M)
+
+
+def checked_mask_ids(data: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The ids of all sets of a batch. Raises SamplingMaskError: see `packed_masks`."""
+    counts_BS, ids_BS = data[COUNTS].cpu().long(), data["input_ids"].cpu()
+    if counts_BS.shape != ids_BS.shape or (counts_BS.numel() and int(counts_BS.min()) < 0):
+        raise SamplingMaskError(
+            f"{COUNTS} {list(counts_BS.shape)}: expected counts of at least 0, {list(ids_BS.shape)} as input_ids"
+        )
+    ids_M = _flat_ids(data[IDS], counts_BS)
+    _require_sampled_tokens(counts_BS, ids_M, ids_BS)
+    return ids_M
 
 
 def _flat_ids(column: torch.Tensor | Sequence[torch.Tensor], counts_BS: torch.Tensor) -> torch.Tensor:
@@ -396,7 +397,7 @@ def _require_sampled_tokens(counts_BS: torch.Tensor, ids_M: torch.Tensor, ids_BS
     if len(missing):
         row, position = divmod(int(missing[0]), counts_BS.shape[1])
         raise SamplingMaskError(
-            f"row {row}, position {position}: the recorded set of {int(counts_BS[row, position])} ids does not contain "
+            f"row {row}, token {position}: the recorded set of {int(counts_BS[row, position])} ids does not contain "
             f"the sampled token {int(ids_BS[row, position])} ({len(missing)} such tokens): the mask belongs to another "
             "token or engine"
         )
