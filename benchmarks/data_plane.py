@@ -32,8 +32,8 @@ from tensordict import TensorDict
 
 from nemo_rl.config import DataPlaneConfig
 from nemo_rl.data_plane import KVBatchMeta, build_data_plane_client
-from nemo_rl.data_plane.adapters.system import TransferQueueSystem, start_transfer_queue
-from nemo_rl.data_plane.adapters.transfer_queue import fetch_config
+from nemo_rl.data_plane.adapters.system import start_transfer_queue
+from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueAddress, fetch_config
 from nemo_rl.data_plane.field_schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
 from nemo_rl.data_plane.sharding import shard_meta_for_dp
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -85,12 +85,12 @@ def through_the_plane(client: Any, columns: Columns) -> tuple[float, Columns]:
     return seconds, dict(fetched)
 
 
-def join_directly(system: TransferQueueSystem) -> Any:
+def join_directly(address: TransferQueueAddress) -> Any:
     """Makes TransferQueue's own functions use the same processes."""
     from transfer_queue import interface
     from transfer_queue.client import TransferQueueClient
 
-    config, _ = fetch_config(system.address.controller)
+    config, _ = fetch_config(address.controller)
     storage = config.backend.storage_backend
     client = TransferQueueClient(client_id="directly", controller_info=config.controller.zmq_info)
     client.initialize_storage_manager(manager_type=storage, config=config.backend[storage])
@@ -160,10 +160,10 @@ def compare(args: argparse.Namespace) -> None:
         else {}
     )
     cfg = DataPlaneConfig(enabled=True, backend=args.backend, **sizes)
-    system = start_transfer_queue(cfg)
-    client = build_data_plane_client(cfg, bootstrap=False, address=system.address)
+    address, undo = start_transfer_queue(cfg)
+    client = build_data_plane_client(cfg, bootstrap=False, address=address)
     client.list_samples("train")
-    direct_client = join_directly(system)
+    direct_client = join_directly(address)
     ways: dict[str, Callable[[], tuple[float, Columns]]] = {
         f"data plane ({args.backend})": lambda: through_the_plane(client, columns),
         "TransferQueue, one field per column": lambda: directly(columns),
@@ -196,7 +196,7 @@ def compare(args: argparse.Namespace) -> None:
         print(f"| {name} | {value:.3f} | {moved / value:.0f} | {direct / value:.2f}x |")
     direct_client.close()
     client.close()
-    system.close()
+    undo.close()
 
 
 class MadeUpRollouts:

@@ -180,7 +180,7 @@ def run_rank(args: argparse.Namespace, contender: Contender, sequence: int, mode
 
     from nemo_rl.config import MasterConfig
     from nemo_rl.loss import ClippedPGLossFn
-    from nemo_rl.models.policy.batches import shard_chunk
+    from nemo_rl.models.policy.batches import shard_rows
     from nemo_rl.models.policy.policy_worker import PolicyWorker
     from nemo_rl.utils.flops import peak_tflops
 
@@ -199,7 +199,8 @@ def run_rank(args: argparse.Namespace, contender: Contender, sequence: int, mode
 
     def step() -> Any:
         worker.begin_train_step(loss)
-        worker.train_microbatches(shard_chunk(data, worker.cfg, 1, share=contender.shares)[0])
+        shards, _ = shard_rows(data, worker.cfg, 1, training=True, share=contender.shares)
+        worker.train_microbatches(shards[0])
         return worker.finish_train_step()
 
     if contender.replays:

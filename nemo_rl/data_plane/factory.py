@@ -62,8 +62,8 @@ def build_data_plane_client(
     if bootstrap:
         from nemo_rl.data_plane.adapters.system import start_transfer_queue
 
-        system = start_transfer_queue(cfg)
-        address, on_close = system.address, system.close
+        address, undo = start_transfer_queue(cfg)
+        on_close = undo.close
     if address is None:
         raise ValueError(
             "attaching to a data plane (bootstrap=False) needs the address of the client that started it; or "

@@ -25,15 +25,9 @@ class KVBatchMeta:
     tags: list[dict[str, object]] | None = None  # primitive values per row, readable without fetching a tensor
 
     def __post_init__(self) -> None:
-        if self.tags is not None and len(self.tags) != len(self.sample_ids):
-            raise ValueError(
-                f"tags must align 1:1 with sample_ids: {len(self.tags)} tags for {len(self.sample_ids)} ids"
-            )
-        if self.sequence_lengths is not None and len(self.sequence_lengths) != len(self.sample_ids):
-            raise ValueError(
-                f"sequence_lengths must align 1:1 with sample_ids: {len(self.sequence_lengths)} lengths for "
-                f"{len(self.sample_ids)} ids"
-            )
+        for name, what, values in (("tags", "tags", self.tags), ("sequence_lengths", "lengths", self.sequence_lengths)):
+            if values is not None and len(values) != self.size:
+                raise ValueError(f"{name} must align 1:1 with sample_ids: {len(values)} {what} for {self.size} ids")
 
     @property
     def size(self) -> int:
@@ -114,9 +108,7 @@ class KVBatchMeta:
 
     def with_fields(self, names: Sequence[str]) -> KVBatchMeta:
         """The same rows, with `names` among the known columns."""
-        merged = self.subset(range(self.size))
-        merged.fields = list(dict.fromkeys([*(self.fields or []), *names]))
-        return merged
+        return self.only_fields([*(self.fields or []), *names])
 
     def only_fields(self, names: Sequence[str]) -> KVBatchMeta:
         """The same rows, with exactly `names` as columns."""

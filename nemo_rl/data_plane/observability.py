@@ -34,10 +34,6 @@ def log_event(event: Event) -> None:
     logger.info("data_plane %s", " ".join(f"{name}={value}" for name, value in event.items()))
 
 
-def _ignore(event: Event) -> None:
-    """The default: count only."""
-
-
 class MetricsDataPlaneClient(DataPlaneClient):
     """Counts the operations of a client. `inner`: the wrapped client. `on_event`: called with `op, partition_id,
     n_keys, n_bytes, wall_ms, status` after every operation.
@@ -45,7 +41,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
 
     def __init__(self, inner: DataPlaneClient, on_event: Callable[[Event], None] | None = None) -> None:
         self.inner = inner
-        self._on_event = on_event or _ignore
+        self._on_event = on_event
         self._counts = _Counts()
         self._endpoint: BackgroundServer | None = None
 
@@ -112,16 +108,9 @@ class MetricsDataPlaneClient(DataPlaneClient):
             wall_ms = (time.perf_counter() - started) * 1e3
             if status == "ok":
                 self._counts.operation(keys, size)
-            self._on_event(
-                {
-                    "op": op,
-                    "partition_id": partition_id,
-                    "n_keys": keys,
-                    "n_bytes": size,
-                    "wall_ms": round(wall_ms, 3),
-                    "status": status,
-                }
-            )
+            if self._on_event is not None:
+                event = {"op": op, "partition_id": partition_id, "n_keys": keys, "n_bytes": size}
+                self._on_event(event | {"wall_ms": round(wall_ms, 3), "status": status})
 
     def put_samples(
         self,

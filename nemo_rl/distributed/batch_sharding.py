@@ -140,25 +140,13 @@ class FirstFitDecreasingPacker(SequencePacker):
 
 
 class FirstFitShufflePacker(SequencePacker):
-    """Random order, each into the first bin with room.
-
-    The order depends on `seed` and the number of sequences alone, so every process of a job packs alike.
+    """Random order, each into the first bin with room. It depends on the number of sequences alone, so every process of
+    a job packs alike.
     """
-
-    def __init__(
-        self,
-        bin_capacity: int,
-        collect_metrics: bool = False,
-        min_bin_count: int | None = None,
-        bin_count_multiple: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
-        self.seed = seed
 
     def _pack(self, lengths: Sequence[int]) -> list[list[int]]:
         order = list(range(len(lengths)))
-        random.Random(self.seed).shuffle(order)
+        random.Random(0).shuffle(order)
         return _first_fit(order, lengths, self.bin_capacity)
 
 

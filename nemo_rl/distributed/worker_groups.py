@@ -182,14 +182,10 @@ def _last_line(traceback: str) -> str:
 
 def start_actor(kind: type, *args: object) -> Any:
     """An actor on this node that needs no accelerator."""
-    package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    path = os.pathsep.join(
-        dict.fromkeys([package_root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
-    )
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor_class: Any = ray.remote(kind)
     # It waits for others most of the time; spinning threads would take their cores.
-    env = without_private({"PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""})
+    env = without_private({"PYTHONPATH": _import_path(), "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""})
     return actor_class.options(num_cpus=0, scheduling_strategy=here, runtime_env={"env_vars": env}).remote(*args)
 
 
@@ -272,7 +268,6 @@ class RayWorkerGroup:
             all devices. Actors on one slot share it in equal parts.
         sharding_annotations: Rank grid with named axes for sharded calls; a plain data-parallel grid by default.
         max_concurrency: Calls an actor may run at once (asynchronous actors).
-        timeout_s: Default deadline of calls, in seconds; `worker_timeout_s` by default.
         profile: Which of them start under Nsight Systems; none by default.
 
     Attributes:
@@ -289,12 +284,10 @@ class RayWorkerGroup:
         sharding_annotations: NamedSharding | None = None,
         env_vars: dict[str, str] | None = None,
         max_concurrency: int | None = None,
-        timeout_s: float | None = None,
         profile: Profile | None = None,
     ) -> None:
         self.cluster = cluster
         self.name_prefix = name_prefix or remote_worker_builder.fqn.rpartition(".")[2]
-        self.timeout_s = timeout_s
         self._slots = _group_slots(cluster, bundle_indices_list, workers_per_node)
         self.sharding_annotations = sharding_annotations or NamedSharding([*range(len(self._slots))], ["data_parallel"])
         if self.sharding_annotations.size != len(self._slots):
@@ -324,7 +317,7 @@ class RayWorkerGroup:
             ray.kill(self.workers[rank])
             self._slots[rank] = [self.cluster.current(slot) for slot in self._slots[rank]]
         slots = self._slots[rank]
-        given = {"PYTHONPATH": os.pathsep.join(_import_path()), **self._env_vars}
+        given = {"PYTHONPATH": _import_path(), **self._env_vars}
         env = self._environment(rank, *self._rendezvous) | without_private(given)
         runtime_env = nsight.runtime_env(env, f"{self.name_prefix}-{rank}" if rank in self.profiled else None)
         options = self._options(slots, runtime_env, self._max_concurrency)
@@ -489,9 +482,7 @@ class RayWorkerGroup:
     def get_all_worker_results(self, future: MultiWorkerFuture, *, timeout_s: float | None = None) -> list[Any]:
         """Waits for all workers and returns the kept results in rank order. Raises WorkerError once one failed."""
         identities = [self.identities[rank] for rank in future.called_workers]
-        results = wait_for_workers(
-            future.futures, identities, what=future.what, timeout_s=self.timeout_s if timeout_s is None else timeout_s
-        )
+        results = wait_for_workers(future.futures, identities, what=future.what, timeout_s=timeout_s)
         return [results[position] for position in future.return_from]
 
     def run(self, method: str, *, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
@@ -544,10 +535,10 @@ def _put_leaves(value: Any, depth: int) -> Any:
     return ray.put(value) if depth == 0 else [_put_leaves(item, depth - 1) for item in value]
 
 
-def _import_path() -> list[str]:
+def _import_path() -> str:
     package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    existing = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    return [package_root, *[entry for entry in existing if entry != package_root]]
+    existing = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return os.pathsep.join(dict.fromkeys([package_root, *existing]))
 
 
 class PendingCall(Generic[Result]):
@@ -557,7 +548,7 @@ class PendingCall(Generic[Result]):
         self,
         group: RayWorkerGroup,
         future: MultiWorkerFuture,
-        combine: Callable[[list[object]], Result],
+        combine: Callable[[list[Any]], Result],
         *,
         on_error: Callable[[], None],
     ) -> None:

@@ -25,7 +25,7 @@ from nemo_rl.weight_sync.layout import (
     TensorMeta,
     align,
     checksum,
-    pack_tensor,
+    pack_bucket,
     plan_buckets,
     unpack,
 )
@@ -109,11 +109,7 @@ class CacheBuilder:
         staging = next(buffer for buffer in self._buffers if buffer.path != served)
         export = iter(weights)
         for bucket, start in zip(buckets, starts, strict=False):
-            for meta, offset in zip(bucket.tensors, bucket.offsets, strict=True):
-                name, tensor = next(export, ("<end of export>", torch.empty(0)))
-                if name != meta.name:
-                    raise LayoutError(f"the export gave {name!r} where the layout has {meta.name!r}")
-                pack_tensor(staging.buffer_B, start + offset, meta, tensor)
+            pack_bucket(export, bucket, start, [staging.buffer_B])
         handle = staging.publish(starts[-1])
         sums = tuple(
             checksum(staging.buffer_B[start : start + bucket.nbytes], bucket.nbytes)

@@ -133,6 +133,20 @@ def pack_tensor(buffer_B: torch.Tensor, offset: int, meta: TensorMeta, tensor: t
         buffer_B[end : align(end)].zero_()
 
 
+def pack_bucket(
+    weights: Iterator[tuple[str, torch.Tensor]], bucket: BucketLayout, start: int, buffers: Iterable[torch.Tensor]
+) -> None:
+    """Takes a bucket's tensors from an export and packs them into byte buffers, from `start` on. Raises LayoutError:
+    see `pack_tensor`, or the export gives another tensor.
+    """
+    for meta, offset in zip(bucket.tensors, bucket.offsets, strict=True):
+        name, tensor = next(weights, ("<end of export>", torch.empty(0)))
+        if name != meta.name:
+            raise LayoutError(f"the export gave {name!r} where the layout has {meta.name!r}")
+        for buffer_B in buffers:
+            pack_tensor(buffer_B, start + offset, meta, tensor)
+
+
 def view(buffer_B: torch.Tensor, offset: int, meta: TensorMeta) -> torch.Tensor:
     """One tensor of the bucket as a view of the byte buffer."""
     return buffer_B[offset : offset + meta.nbytes].view(dtype_of(meta.dtype)).view(meta.shape)

@@ -15,7 +15,7 @@ import torch
 
 from nemo_rl.distributed.accelerator_slots import CPU
 from nemo_rl.distributed.devices import allowed_memory
-from nemo_rl.weight_sync.layout import BucketLayout, LayoutError, align, checksum, pack_tensor
+from nemo_rl.weight_sync.layout import BucketLayout, align, checksum, pack_bucket
 from nemo_rl.weight_sync.transports import (
     BroadcastGroup,
     CudaIpcStaging,
@@ -138,12 +138,7 @@ class WeightSender:
         start = 0
         sums: list[str] = []
         for bucket in buckets:
-            for meta, offset in zip(bucket.tensors, bucket.offsets, strict=True):
-                name, tensor = next(self._weights, ("<end of export>", torch.empty(0)))
-                if name != meta.name:
-                    raise LayoutError(f"the export gave {name!r} where the layout has {meta.name!r}")
-                for staging in stagings:
-                    pack_tensor(staging.buffer_B, start + offset, meta, tensor)
+            pack_bucket(self._weights, bucket, start, [staging.buffer_B for staging in stagings])
             if stagings and self._spec.verify:
                 sums.append(checksum(stagings[0].buffer_B[start : start + bucket.nbytes], bucket.nbytes))
             start += align(bucket.nbytes)

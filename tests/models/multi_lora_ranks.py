@@ -14,7 +14,7 @@ from nemo_rl.models.dtensor.parallelize import local_tensor
 from nemo_rl.models.multi_lora.messages import SLOT, StepRefused
 from nemo_rl.models.multi_lora.multi_lora_policy import with_own_prompts
 from nemo_rl.models.multi_lora.multi_lora_worker import MultiLoraWorker
-from nemo_rl.models.policy.batches import shard_chunk, shard_scored, shares_prompts
+from nemo_rl.models.policy.batches import shard_rows, shares_prompts
 from nemo_rl.models.policy.lora import is_factor
 from tests.models.policy_ranks import (
     PROMPT_LENGTH,
@@ -78,7 +78,7 @@ def joint_worker(model: str, world: int, overrides: list[str]) -> MultiLoraWorke
 
 def _chunk(worker: Any, data: BatchedDataDict[Any]) -> Any:
     share = shares_prompts(worker.cfg, cuda=False)
-    shards = shard_chunk(with_own_prompts(data), worker.cfg, worker.backend.sizes.dp, share=share)
+    shards, _ = shard_rows(with_own_prompts(data), worker.cfg, worker.backend.sizes.dp, training=True, share=share)
     return shards[worker.backend.groups.coordinates()["data_parallel"]]
 
 
@@ -143,7 +143,7 @@ def alone_and_together(model: str, world: int, overrides: list[str]) -> dict[str
         seen["together"][slot] = _plain(captured[slot], [report[slot] for report in reports])
     if world == 1:
         data = with_own_prompts(mixed({slot: rows_of(slot, 0) for slot in ADAPTERS}))
-        shards, order = shard_scored(data, worker.cfg, 1, share=share)
+        shards, order = shard_rows(data, worker.cfg, 1, training=False, share=share)
         scores = worker.score_adapters(shards[0], policy=True, reference=True)
         if order is not None:
             scores = scores.reorder_data(order)

@@ -18,7 +18,7 @@ from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.loss.interfaces import LossInputType, LossType, MetricNormalizer
 from nemo_rl.models.dtensor.export import hf_name
 from nemo_rl.models.dtensor.parallelize import local_tensor
-from nemo_rl.models.policy.batches import microbatches, shard_batch, shard_chunk, shares_prompts
+from nemo_rl.models.policy.batches import microbatches, shard_batch, shard_rows, shares_prompts
 from nemo_rl.models.policy.policy_worker import PolicyWorker
 from nemo_rl.models.policy.residency import MovableStorages
 
@@ -414,7 +414,7 @@ def split_steps(model: str, world: int, cases: dict[str, list[str]]) -> dict[str
             for size in sizes:
                 chunk = data.slice(start, start + size)
                 start += size
-                shards = shard_chunk(chunk, worker.cfg, worker.backend.sizes.dp)
+                shards, _ = shard_rows(chunk, worker.cfg, worker.backend.sizes.dp, training=True)
                 worker.train_microbatches(shards[worker.backend.groups.coordinates()["data_parallel"]])
                 # Scoring between chunks leaves the model in evaluation mode.
                 worker.get_logprobs(shard_of(worker, data.slice(0, 2), training=False))

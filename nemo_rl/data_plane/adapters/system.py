@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import uuid
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config import DataPlaneConfig
@@ -28,25 +27,14 @@ DEFAULT_TIMEOUT_S = 120.0
 _START_TIMEOUT_S = 120.0
 
 
-@dataclass
-class TransferQueueSystem:
-    """A running system."""
-
-    address: TransferQueueAddress  # how processes of the run attach
-    undo: ExitStack  # ends everything, in reverse order
-
-    def close(self) -> None:
-        """Ends every process of the system. Safe to call twice."""
-        self.undo.close()
-
-
-def start_transfer_queue(cfg: DataPlaneConfig) -> TransferQueueSystem:
+def start_transfer_queue(cfg: DataPlaneConfig) -> tuple[TransferQueueAddress, ExitStack]:
     """Starts a system on this job's Ray cluster.
 
     Args:
         cfg: The section; `enabled` is not looked at.
 
-    Raises DataPlaneError: TransferQueue is not installed, or did not start; MooncakeUnavailableError: the backend is
+    Returns how processes of the run attach, and what ends every process of the system when it is closed. Raises
+    DataPlaneError: TransferQueue is not installed, or did not start; MooncakeUnavailableError: the backend is
     mooncake_cpu and Mooncake cannot be loaded.
     """
     import ray
@@ -93,7 +81,7 @@ def start_transfer_queue(cfg: DataPlaneConfig) -> TransferQueueSystem:
             guard,
             endpoint or "off",
         )
-        return TransferQueueSystem(TransferQueueAddress(name, timeout_s, guard, mooncake), undo.pop_all())
+        return TransferQueueAddress(name, timeout_s, guard, mooncake), undo.pop_all()
 
 
 def _configuration(cfg: DataPlaneConfig, overlay: dict[str, object]) -> DictConfig:

@@ -218,13 +218,7 @@ class TransferQueueStorage:
             except concurrent.futures.TimeoutError:
                 if future.done():
                     raise
-                dead = [endpoint for endpoint in self.endpoints if not endpoint.answers()]
-                if dead:
-                    future.cancel()
-                    raise DataPlaneError(
-                        f"{what} failed: {', '.join(map(str, dead))} died; the rows it held are lost and the "
-                        "run cannot go on"
-                    ) from None
+                self._require_alive(what, future)
                 if time.monotonic() >= deadline:
                     future.cancel()
                     alive = ", ".join(map(str, self.endpoints))
@@ -233,14 +227,17 @@ class TransferQueueStorage:
                     ) from None
             except concurrent.futures.CancelledError:
                 raise DataPlaneClosedError(f"{what} was cut off: the client was closed meanwhile") from None
-            except RuntimeError as error:
-                dead = [endpoint for endpoint in self.endpoints if not endpoint.answers()]
-                if dead:
-                    raise DataPlaneError(
-                        f"{what} failed: {', '.join(map(str, dead))} died; the rows it held are lost and the "
-                        "run cannot go on"
-                    ) from error
+            except RuntimeError:
+                self._require_alive(what, future)
                 raise
+
+    def _require_alive(self, what: str, call: concurrent.futures.Future[Any]) -> None:
+        dead = [endpoint for endpoint in self.endpoints if not endpoint.answers()]
+        if dead:
+            call.cancel()
+            raise DataPlaneError(
+                f"{what} failed: {', '.join(map(str, dead))} died; the rows it held are lost and the run cannot go on"
+            )
 
 
 def _cancel_calls(loop: asyncio.AbstractEventLoop) -> None:

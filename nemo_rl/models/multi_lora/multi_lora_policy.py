@@ -17,7 +17,7 @@ from nemo_rl.data_plane.field_schema import PROMPT, PROMPT_TOKENS, TAG, replayed
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.multi_lora.messages import SLOT, StepRefused
-from nemo_rl.models.policy.batches import refuse_model_inputs, shard_chunk, shard_scored, tags_of
+from nemo_rl.models.policy.batches import refuse_model_inputs, shard_rows, tags_of
 from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.models.policy.lm_policy import Policy
 
@@ -124,7 +124,7 @@ class MultiLoraPolicy(Policy):
         refuse_model_inputs(data)
         data = with_own_prompts(BatchedDataDict({**data, "input_lengths": trained_lengths(data)}))
         with self._turn:
-            shards = shard_chunk(data, self.cfg, self.data_parallel_size, share=self.shares_prompts)
+            shards, _ = shard_rows(data, self.cfg, self.data_parallel_size, training=True, share=self.shares_prompts)
             for slot in losses:
                 self._stepped.pop(slot, None)
             ranks = self._run_sharded("train_adapters", shards, losses=losses, mbs=self.cfg.train_micro_batch_size)
@@ -146,7 +146,9 @@ class MultiLoraPolicy(Policy):
         names = ("input_ids", "input_lengths", SLOT, *replayed_fields(data, routes=policy), *tags_of(data))
         columns = with_own_prompts(BatchedDataDict({name: data[name] for name in names}))
         with self._turn:
-            shards, order = shard_scored(columns, self.cfg, self.data_parallel_size, share=self.shares_prompts)
+            shards, order = shard_rows(
+                columns, self.cfg, self.data_parallel_size, training=False, share=self.shares_prompts
+            )
             parts = self._run_sharded("score_adapters", shards, policy=policy, reference=reference)
         merged = BatchedDataDict.from_batches(parts)
         return merged if order is None else merged.reorder_data(order)

@@ -16,13 +16,13 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.config.world_sizes import parallel_sizes
 from nemo_rl.data_plane.field_schema import SAMPLING_MASK_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.devices import allowed_memory, device_of_process, keep_to_slot
+from nemo_rl.distributed.devices import allowed_memory
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.multi_lora.messages import SLOT, StepRefused
 from nemo_rl.models.multi_lora.multi_lora_backend import MultiLoraBackend, build_backend
 from nemo_rl.models.policy.backend import Backend
 from nemo_rl.models.policy.batches import RECORDED
-from nemo_rl.models.policy.policy_worker import PolicyWorker
+from nemo_rl.models.policy.policy_worker import PolicyWorker, prepare_process, stacked_rows
 from nemo_rl.models.policy.train_step import MicrobatchResult, NonFiniteStepError, TrainStep, step_report
 
 
@@ -34,10 +34,7 @@ class MultiLoraWorker(PolicyWorker):
     @override
     def build(self, last_step: int | None = None) -> None:
         """Loads the frozen base model onto the accelerator. Collective. For errors see `PolicyWorker.build`."""
-        torch.manual_seed(0)
-        if not torch.cuda.is_available():
-            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        keep_to_slot(device_of_process())
+        prepare_process()
         self.multi = build_backend(self.cfg, parallel_sizes(self.cfg, int(os.environ["WORLD_SIZE"])))
         self.backend: Backend = self.multi
         self.step = TrainStep(self.backend)
@@ -142,9 +139,7 @@ class MultiLoraWorker(PolicyWorker):
 
         def rows(*, of_base: bool) -> torch.Tensor:
             scored = self.multi.logprobs_of_slots(ordered, reference=of_base, idle=idle)
-            padded = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in scored]
-            restored = [part[order.argsort()] for part, order in zip(padded, orders, strict=True)]
-            return torch.cat([torch.zeros((0, width)), *restored])
+            return stacked_rows((part[order.argsort()] for part, order in zip(scored, orders, strict=True)), width)
 
         scores = {"logprobs": rows(of_base=False)} if policy else {}
         return BatchedDataDict(scores | ({"reference_logprobs": rows(of_base=True)} if reference else {}))

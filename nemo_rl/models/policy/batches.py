@@ -149,28 +149,15 @@ def chunk_rows(lengths: Sequence[int], ranks: int) -> list[list[int]] | None:
     return [sorted(own) for own in rows]
 
 
-def shard_chunk(
-    data: BatchedDataDict, config: PolicyConfig, ranks: int, *, share: bool = False
-) -> list[SlicedDataDict]:
-    """Shards a chunk of a step, of any size, over data-parallel ranks; a rank's may be empty. See `shard_batch`."""
-    rows = chunk_rows([int(length) for length in data["input_lengths"]], ranks)
-    if rows is None:
-        return shard_batch(data, config, ranks, None, training=True, share=share)[0]
-    return [
-        shard_batch(data.select_indices(own), config, 1, None, training=True, share=share)[0][0]
-        if own
-        else SlicedDataDict()
-        for own in rows
-    ]
-
-
-def shard_scored(
-    data: BatchedDataDict, config: PolicyConfig, ranks: int, *, share: bool = False
+def shard_rows(
+    data: BatchedDataDict, config: PolicyConfig, ranks: int, *, training: bool, share: bool = False
 ) -> tuple[list[SlicedDataDict], list[int] | None]:
-    """Shards rows to score, of any number, over data-parallel ranks; a rank's may be empty. See `shard_batch`."""
+    """Shards rows of any number, a chunk of a step or rows to score, over data-parallel ranks; a rank's may be empty.
+    See `shard_batch`.
+    """
     rows = chunk_rows([int(length) for length in data["input_lengths"]], ranks)
     if rows is None:
-        return shard_batch(data, config, ranks, None, training=False, share=share)
+        return shard_batch(data, config, ranks, None, training=training, share=share)
     shards: list[SlicedDataDict] = []
     order: list[int] = []
     for own in rows:
@@ -178,7 +165,7 @@ def shard_scored(
             shards.append(SlicedDataDict())
             continue
         part = data.select_indices(own)
-        (shard,), inside = shard_batch(part, config, 1, None, training=False, share=share)
+        (shard,), inside = shard_batch(part, config, 1, None, training=training, share=share)
         shards.append(shard)
         order += [own[place] for place in (inside if inside is not None else range(len(own)))]
     return shards, order
@@ -237,13 +224,13 @@ class InProcessRows:
         return shard_batch(self._batch, self._config, self._ranks, batch_size, training=True, share=self._share)[0]
 
     def cut_chunk(self) -> Sequence[object]:
-        return shard_chunk(self._batch, self._config, self._ranks, share=self._share)
+        return shard_rows(self._batch, self._config, self._ranks, training=True, share=self._share)[0]
 
     def cut_to_score(self, method: str) -> CutToScore:
         replayed = replayed_fields(self._batch, routes=method in REPLAYS_ROUTES)
         scored = ("input_ids", "input_lengths", *replayed, *tags_of(self._batch))
         columns = BatchedDataDict({key: self._batch[key] for key in scored})
-        shards, order = shard_scored(columns, self._config, self._ranks, share=self._share)
+        shards, order = shard_rows(columns, self._config, self._ranks, training=False, share=self._share)
 
         def joined(results: list[Any]) -> Scores:
             merged = BatchedDataDict.from_batches(results)

@@ -10,9 +10,11 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from operator import methodcaller
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from nemo_rl.utils.adapter_files import AdapterInfo, write_adapter
 
@@ -72,9 +74,7 @@ class BackgroundWriter:
 
 def host_copy(tree: object) -> object:
     """The tree of dictionaries with its tensors copied to the host."""
-    if isinstance(tree, dict):
-        return {key: host_copy(value) for key, value in tree.items()}
-    return tree.to("cpu", copy=True) if isinstance(tree, torch.Tensor) else tree
+    return tree_map_only(torch.Tensor, methodcaller("to", "cpu", copy=True), tree)
 
 
 def write_model_directory(

@@ -144,7 +144,7 @@ class Policy(PolicyWeights, PolicyInterface):
         the clipped policy-gradient loss.
         """
         future = self.worker_group.run_all_workers_single_data("warm_up", loss_fn=loss_fn)
-        return PendingCall(self.worker_group, future, _slowest, on_error=lambda: None)
+        return PendingCall(self.worker_group, future, max, on_error=lambda: None)
 
     def devices(self) -> list[str]:
         """Device identity of every rank."""
@@ -197,7 +197,9 @@ class Policy(PolicyWeights, PolicyInterface):
         rows = self._rows(data)
         with timed(timer, f"{method}/{rows.labels[1]}"):
             cut = rows.cut_to_score(method)
-        with timed(timer, _submit_label(method)):
+        # As in NeMo-RL's dashboards.
+        reference = "reference_policy_" if method == "get_reference_policy_logprobs" else ""
+        with timed(timer, f"{method}/submit_{reference}logprob_futures"):
             results = self._run_sharded(
                 method + rows.suffix, cut.shards, argument=rows.argument, **cut.arguments, **options
             )
@@ -262,17 +264,7 @@ class Policy(PolicyWeights, PolicyInterface):
         Raises ValueError: the batch does not divide into global batches over the data-parallel ranks;
         UnsupportedColumnsError: it has inputs of the model that the backend does not take.
         """
-        return self._submit_train(self._rows(data), loss_fn, eval_mode, gbs, mbs, timer)
-
-    def _submit_train(
-        self,
-        rows: Rows,
-        loss_fn: LossFunction,
-        eval_mode: bool,
-        gbs: int | None,
-        mbs: int | None,
-        timer: Timer | None,
-    ) -> PendingCall[TrainResult]:
+        rows = self._rows(data)
         gbs, mbs = self._batch_sizes(rows.size, gbs, mbs)
         with timed(timer, f"policy_training/{rows.labels[0]}"):
             shards = rows.cut(gbs)
@@ -416,13 +408,3 @@ class Policy(PolicyWeights, PolicyInterface):
 def _rank_grid(config: PolicyConfig, world: int) -> NamedSharding:
     sizes = parallel_sizes(config, world)
     return NamedSharding(np.arange(world).reshape(sizes.pp, sizes.dp, sizes.cp, sizes.tp), _AXES)
-
-
-def _slowest(seconds: list[Any]) -> float:
-    return max(seconds)
-
-
-def _submit_label(method: str) -> str:
-    """The timer label of a scoring call, as in NeMo-RL's dashboards."""
-    reference = "reference_policy_" if method == "get_reference_policy_logprobs" else ""
-    return f"{method}/submit_{reference}logprob_futures"

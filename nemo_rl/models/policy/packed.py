@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
 from nemo_rl.config import SequencePackingConfig
 from nemo_rl.data_plane.field_schema import TOPK_IDS
@@ -43,7 +44,6 @@ from nemo_rl.models.policy.scoring import (
     copy_to_ranks,
     gather_logits,
     likely_tokens,
-    local_logits,
     packed_masks,
     score_tokens,
 )
@@ -476,9 +476,8 @@ def score_row(
     if logits:
         if batch.kept is not None:
             raise SamplingMaskError("sampling masks apply to log-probabilities; a loss of whole logits takes none")
-        raw_TV = gather_logits(
-            local_logits(copy_to_ranks(hidden_TD, head.group), head.weight_WD, head.bias_W), head.group
-        )
+        local_TW = F.linear(copy_to_ranks(hidden_TD, head.group), head.weight_WD, head.bias_W)
+        raw_TV = gather_logits(local_TW, head.group)
         return cut.whole(transform.model_logits(raw_TV))
     if likely:
         size = chunk_size(head.weight_WD.shape[0], head.chunk)

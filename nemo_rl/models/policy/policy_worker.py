@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,27 +64,11 @@ _STAGING_SHARE = 0.3
 
 
 class PolicyWorker(TQWorkerMixin):
-    """One rank. The constructor only imports; `build` makes it usable.
+    """One rank. The constructor only imports; `build` makes it usable. `options`: of `BackendOptions`."""
 
-    Args:
-        init_reference_model: Whether a copy of the initial weights is kept.
-        weights_path: Checkpoint weights to start from.
-        optimizer_path: Checkpoint optimizer state to start from.
-        steps_done: Steps behind the weights, for a start without optimizer state.
-    """
-
-    def __init__(
-        self,
-        cfg: PolicyConfig,
-        *,
-        init_optimizer: bool = True,
-        init_reference_model: bool = True,
-        weights_path: str | None = None,
-        optimizer_path: str | None = None,
-        steps_done: int = 0,
-    ) -> None:
+    def __init__(self, cfg: PolicyConfig, **options: Any) -> None:
         self.cfg = cfg
-        self._options = BackendOptions(init_optimizer, init_reference_model, weights_path, optimizer_path, steps_done)
+        self._options = BackendOptions(**options)
         self._mbs = cfg.train_micro_batch_size
         self._sender: WeightSender | None = None
         self._groups = KeptGroup()
@@ -101,10 +85,7 @@ class PolicyWorker(TQWorkerMixin):
         Raises ModelNotFoundError: there is no such model; CheckpointMismatchError: the checkpoint is of another model
         or optimizer; KernelUnavailableError: a kernel that is asked for does not run here.
         """
-        torch.manual_seed(0)
-        if not torch.cuda.is_available():
-            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        keep_to_slot(device_of_process())
+        prepare_process()
         compiled = keep_compiled() if torch.cuda.is_available() else "none"
         spec, sizes = backend_spec(self.cfg), parallel_sizes(self.cfg, int(os.environ["WORLD_SIZE"]))
         self.backend = spec.build(self.cfg, sizes, replace(self._options, last_step=last_step))
@@ -189,8 +170,7 @@ class PolicyWorker(TQWorkerMixin):
         def rows(parts: list[BatchedDataDict], *, filtered: bool) -> torch.Tensor:
             with explained(self.cfg, self.backend.device, "scoring", training=False):
                 scored = self.backend.logprobs(parts, filtered=filtered, idle=idle)
-            padded = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in scored]
-            return torch.cat([torch.zeros((0, width)), *padded])
+            return stacked_rows(scored, width)
 
         scores: dict[str, torch.Tensor] = {"logprobs": rows(parts, filtered=True)} if policy else {}
         unrouted = [without_routes(part) for part in parts] if natural or reference else []
@@ -470,6 +450,20 @@ class PolicyWorker(TQWorkerMixin):
         synchronize(self.backend.device)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def prepare_process() -> None:
+    """Seeds torch, and keeps it to its threads or to its slot of a GPU."""
+    torch.manual_seed(0)
+    if not torch.cuda.is_available():
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    keep_to_slot(device_of_process())
+
+
+def stacked_rows(parts: Iterable[torch.Tensor], width: int) -> torch.Tensor:
+    """[B, width] of the rows of microbatches, of which there may be none; zeros beyond a part's own width."""
+    padded = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
+    return torch.cat([torch.zeros((0, width)), *padded])
 
 
 def _width(data: BatchedDataDict) -> int:

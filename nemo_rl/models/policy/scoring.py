@@ -419,11 +419,6 @@ class TokenScores:
     given: GivenScores | None = None
 
 
-def local_logits(hidden_CD: torch.Tensor, weight_WD: torch.Tensor, bias_W: torch.Tensor | None) -> torch.Tensor:
-    """This rank's slice of the raw logits."""
-    return F.linear(hidden_CD, weight_WD, bias_W)
-
-
 def chunk_size(width: int, chunk: int | None = None) -> int:
     """Tokens whose logits exist at a time: `chunk`, or as many as stay under 256 MiB. `width`: this rank's slice of the
     vocabulary.
@@ -446,7 +441,7 @@ def _score_chunk(
     group: dist.ProcessGroup | None,
     kept: KeptTokens | None = None,
 ) -> TokenScores:
-    logits_CW = transform.model_logits(local_logits(hidden_CD, weight_WD, bias_W))
+    logits_CW = transform.model_logits(F.linear(hidden_CD, weight_WD, bias_W))
     total_C = log_total(logits_CW, group)
     given = None if ids_Ck is None else given_scores(logits_CW, ids_Ck, total_C, rest=rest, group=group)
     if kept is not None:

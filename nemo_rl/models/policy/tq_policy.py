@@ -163,10 +163,9 @@ class TQPolicy(Policy):
         return int(getattr(self.tokenizer, "pad_token_id", 0) or 0)
 
     def _rows(self, data: BatchHandle) -> Rows:
-        return self._stored(data) if isinstance(data, KVBatchMeta) else super()._rows(data)
-
-    def _stored(self, meta: KVBatchMeta) -> StoredRows:
-        return StoredRows(meta, self.cfg, self.data_parallel_size, self._columns, share=self.shares_prompts)
+        if not isinstance(data, KVBatchMeta):
+            return super()._rows(data)
+        return StoredRows(data, self.cfg, self.data_parallel_size, self._columns, share=self.shares_prompts)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -228,26 +227,14 @@ class TQPolicy(Policy):
         model that the backend does not take; WorkerError: a worker failed.
         """
         refuse_model_inputs(meta.fields or ())
-        rows = self._stored(meta.only_fields(train_fields) if train_fields else meta)
-        return self._submit_train(rows, loss_fn, eval_mode, gbs, mbs, timer).result()
-
-    def begin_train_step_from_meta(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
-        """NeMo-RL's name of `begin_train_step` on the data plane."""
-        self.begin_train_step(loss_fn, gbs, mbs)
+        rows = meta.only_fields(train_fields) if train_fields else meta
+        return self.train(rows, loss_fn, eval_mode, gbs=gbs, mbs=mbs, timer=timer)
 
     def train_microbatches_from_meta(self, meta: KVBatchMeta, timer: Timer | None = None) -> None:
         """Adds a chunk of rows to the open step."""
         self.train_microbatches(meta, timer)
 
     train_microbatch_from_meta = train_microbatches_from_meta
-
-    def finish_train_step_from_meta(self) -> TrainResult:
-        """NeMo-RL's name of `finish_train_step` on the data plane."""
-        return self.finish_train_step()
-
-    def abort_train_step_from_meta(self) -> None:
-        """NeMo-RL's name of `abort_train_step` on the data plane."""
-        self.abort_train_step()
 
     def shutdown(self) -> bool:
         """Ends the workers, then the data plane."""

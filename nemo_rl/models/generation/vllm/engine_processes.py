@@ -310,12 +310,8 @@ def follow_owner() -> None:
 def end_without_last_collection() -> None:
     """Skips the garbage collections at an engine's end, vLLM's and that at exit: two seconds each for its objects."""
     # vLLM lets its garbage collection see again what the engine was started with, for engines that are no process.
-    gc.unfreeze = _keep_frozen
+    gc.unfreeze = lambda: None
     atexit.register(_leave_objects)
-
-
-def _keep_frozen() -> None:
-    """In place of `gc.unfreeze`."""
 
 
 def _leave_objects() -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.devices import (
@@ -526,19 +527,5 @@ class VllmInternalWorkerExtension(ReceiverMethods):
 
 
 def _storages(tree: object) -> list[torch.UntypedStorage]:
-    found: dict[int, torch.UntypedStorage] = {}
-
-    def visit(node: object) -> None:
-        if isinstance(node, torch.Tensor):
-            storage = node.untyped_storage()
-            if storage.nbytes():
-                found[storage.data_ptr()] = storage
-        elif isinstance(node, dict):
-            for item in node.values():
-                visit(item)
-        elif isinstance(node, (list, tuple)):
-            for item in node:
-                visit(item)
-
-    visit(tree)
-    return list(found.values())
+    storages = [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
