@@ -10,56 +10,16 @@ from nemo_rl.config.rules import caution, rule
 
 
 @rule
-def cispo_stands_alone(config: MasterConfig) -> Iterator[str]:
-    loss = config.loss_fn
-    if not loss.use_cispo:
-        return
-    others = {
-        "disable_ppo_ratio": loss.disable_ppo_ratio,
-        "force_on_policy_ratio": loss.force_on_policy_ratio,
-        "sequence_level_importance_ratios": loss.sequence_level_importance_ratios,
-        "ratio_clip_c": loss.ratio_clip_c is not None,
-    }
-    for name in (name for name, used in others.items() if used):
-        yield f"loss_fn.use_cispo and loss_fn.{name} exclude each other"
-    if not loss.token_level_loss:
-        yield "loss_fn.use_cispo needs loss_fn.token_level_loss: true"
-
-
-@rule
-def sequence_ratios_need_a_sequence_loss(config: MasterConfig) -> Iterator[str]:
-    if config.loss_fn.sequence_level_importance_ratios and config.loss_fn.token_level_loss:
-        yield (
-            "loss_fn.sequence_level_importance_ratios needs loss_fn.token_level_loss: false (GSPO averages "
-            "each sequence first)"
-        )
-
-
-@rule
-def truncation_has_its_bounds(config: MasterConfig) -> Iterator[str]:
+def loss_switches_fit(config: MasterConfig) -> Iterator[str]:
     loss, prefix = config.loss_fn, "loss_fn.truncated_importance_sampling"
-    kind, high, low = (
-        loss.truncated_importance_sampling_type,
-        loss.truncated_importance_sampling_ratio,
-        loss.truncated_importance_sampling_ratio_min,
-    )
-    if kind is None:
-        if high is not None or low is not None:
-            yield (
-                f"{prefix}_ratio is {high} and {prefix}_ratio_min is {low}, but {prefix}_type is null, so "
-                "nothing would be truncated; tis is the plain clamp"
-            )
-        return
-    if not loss.use_importance_sampling_correction:
-        yield f"{prefix}_type {kind!r} needs loss_fn.use_importance_sampling_correction: true"
-    if high is None:
-        yield f"{prefix}_type {kind!r} needs {prefix}_ratio, the upper bound"
-    if kind in ("icepop", "seq-mask-tis") and low is None:
-        yield f"{prefix}_type {kind!r} needs {prefix}_ratio_min, the lower bound"
-    if high is not None and low is not None and low > high:
-        yield f"{prefix}_ratio_min {low} is above {prefix}_ratio {high}"
-    if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
-        yield f"{prefix}_type 'seq-mask-tis' and loss_fn.sequence_level_importance_ratios exclude each other"
+    high, low = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_ratio_min
+    if loss.truncated_importance_sampling_type is None and (high is not None or low is not None):
+        yield (
+            f"{prefix}_ratio is {high} and {prefix}_ratio_min is {low}, but {prefix}_type is null, so nothing would be "
+            "truncated; tis is the plain clamp"
+        )
+        loss = loss.model_copy(update={"truncated_importance_sampling_ratio": None})
+    yield from loss.problems()
 
 
 @rule

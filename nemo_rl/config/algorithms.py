@@ -7,6 +7,7 @@ devices. Invariant: every default equals the one of NeMo-RL's exemplar recipe.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
@@ -314,6 +315,40 @@ class ClippedPGLossConfig(TeacherKLConfig):
     def compares_with_teacher(self) -> bool:
         """Whether the loss reads a teacher's distributions."""
         return self.teacher_kl_penalty > 0
+
+    def problems(self) -> Iterator[str]:
+        """What does not go together. A bound without a type is that of `tis`."""
+        if self.use_cispo:
+            for name in (
+                "disable_ppo_ratio",
+                "force_on_policy_ratio",
+                "sequence_level_importance_ratios",
+                "ratio_clip_c",
+            ):
+                if getattr(self, name):
+                    yield f"loss_fn.use_cispo and loss_fn.{name} exclude each other"
+            if not self.token_level_loss:
+                yield "loss_fn.use_cispo needs loss_fn.token_level_loss: true"
+        if self.sequence_level_importance_ratios and self.token_level_loss:
+            yield (
+                "loss_fn.sequence_level_importance_ratios needs loss_fn.token_level_loss: false (GSPO averages each "
+                "sequence first)"
+            )
+        prefix = "loss_fn.truncated_importance_sampling"
+        high, low = self.truncated_importance_sampling_ratio, self.truncated_importance_sampling_ratio_min
+        kind = self.truncated_importance_sampling_type or (None if high is None else "tis")
+        if kind is None:
+            return
+        if not self.use_importance_sampling_correction:
+            yield f"{prefix}_type {kind!r} needs loss_fn.use_importance_sampling_correction: true"
+        if high is None:
+            yield f"{prefix}_type {kind!r} needs {prefix}_ratio, the upper bound"
+        if kind in ("icepop", "seq-mask-tis") and low is None:
+            yield f"{prefix}_type {kind!r} needs {prefix}_ratio_min, the lower bound"
+        if high is not None and low is not None and low > high:
+            yield f"{prefix}_ratio_min {low} is above {prefix}_ratio {high}"
+        if kind == "seq-mask-tis" and self.sequence_level_importance_ratios:
+            yield f"{prefix}_type 'seq-mask-tis' and loss_fn.sequence_level_importance_ratios exclude each other"
 
 
 class SFTConfig(Section):

@@ -210,10 +210,13 @@ class ClippedPGLossFn:
 
     def __init__(self, cfg: ClippedPGLossConfig | Mapping[str, object]) -> None:
         cfg = ClippedPGLossConfig.read(cfg)
-        _check_switches(cfg)
+        if problems := list(cfg.problems()):
+            raise ValueError("; ".join(problems))
         self.cfg = cfg
         self.loss_type = LossType.TOKEN_LEVEL if cfg.token_level_loss else LossType.SEQUENCE_LEVEL
-        self.truncation = _truncation(cfg)
+        upper, lower = cfg.truncated_importance_sampling_ratio, cfg.truncated_importance_sampling_ratio_min
+        kind = cfg.truncated_importance_sampling_type or "tis"
+        self.truncation = None if upper is None else Truncation(kind, upper, lower)
         self.compares_with_teacher = cfg.compares_with_teacher
         self.reads_rest = reads_rest(cfg)
         by_tokens = (
@@ -460,55 +463,6 @@ def _drop_filtered_out(mask_BT: torch.Tensor, current_BT: torch.Tensor, previous
             dropped,
         )
     return mask_BT * kept_BT
-
-
-def _truncation(cfg: ClippedPGLossConfig) -> Truncation | None:
-    kind, upper, lower = (
-        cfg.truncated_importance_sampling_type,
-        cfg.truncated_importance_sampling_ratio,
-        cfg.truncated_importance_sampling_ratio_min,
-    )
-    if kind is None and upper is None:
-        return None
-    if not cfg.use_importance_sampling_correction:
-        raise ValueError(
-            "loss_fn.truncated_importance_sampling_*: truncation needs loss_fn.use_importance_sampling_correction=true"
-        )
-    if upper is None:
-        raise ValueError(
-            "loss_fn.truncated_importance_sampling_ratio: an upper bound is needed with "
-            f"truncated_importance_sampling_type={kind}"
-        )
-    kind = kind or "tis"
-    if kind != "tis" and lower is None:
-        raise ValueError(
-            "loss_fn.truncated_importance_sampling_ratio_min: a lower bound is needed with "
-            f"truncated_importance_sampling_type={kind}"
-        )
-    if lower is not None and lower > upper:
-        raise ValueError(
-            f"loss_fn.truncated_importance_sampling_ratio_min={lower} is above "
-            f"truncated_importance_sampling_ratio={upper}"
-        )
-    if kind == "seq-mask-tis" and cfg.sequence_level_importance_ratios:
-        raise ValueError(
-            "loss_fn.truncated_importance_sampling_type=seq-mask-tis keeps token weights; it excludes "
-            "sequence_level_importance_ratios=true"
-        )
-    return Truncation(kind, upper, lower)
-
-
-def _check_switches(cfg: ClippedPGLossConfig) -> None:
-    if cfg.sequence_level_importance_ratios and cfg.token_level_loss:
-        raise ValueError("loss_fn.sequence_level_importance_ratios=true needs loss_fn.token_level_loss=false")
-    if cfg.ratio_clip_c is not None and cfg.ratio_clip_c <= 1:
-        raise ValueError(f"loss_fn.ratio_clip_c={cfg.ratio_clip_c} must be above 1 (usually 3)")
-    if cfg.use_cispo:
-        if not cfg.token_level_loss:
-            raise ValueError("loss_fn.use_cispo=true needs loss_fn.token_level_loss=true")
-        for name in ("disable_ppo_ratio", "force_on_policy_ratio", "sequence_level_importance_ratios", "ratio_clip_c"):
-            if getattr(cfg, name):
-                raise ValueError(f"loss_fn.use_cispo=true excludes loss_fn.{name}")
 
 
 @torch.no_grad()

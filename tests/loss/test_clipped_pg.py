@@ -515,13 +515,13 @@ def test_out_of_bounds_ratio_counts_tokens_or_sequences(variant: str, denominato
 @pytest.mark.parametrize(
     ("switches", "message"),
     [
-        ({"sequence_level_importance_ratios": True}, "token_level_loss=false"),
-        ({"use_cispo": True, "disable_ppo_ratio": True}, "excludes loss_fn.disable_ppo_ratio"),
-        ({"use_cispo": True, "ratio_clip_c": 3.0}, "excludes loss_fn.ratio_clip_c"),
-        ({"use_cispo": True, "token_level_loss": False}, "token_level_loss=true"),
+        ({"sequence_level_importance_ratios": True}, "token_level_loss: false"),
+        ({"use_cispo": True, "disable_ppo_ratio": True}, "loss_fn.disable_ppo_ratio exclude each other"),
+        ({"use_cispo": True, "ratio_clip_c": 3.0}, "loss_fn.ratio_clip_c exclude each other"),
+        ({"use_cispo": True, "token_level_loss": False}, "token_level_loss: true"),
         (
             {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0},
-            "use_importance_sampling_correction=true",
+            "use_importance_sampling_correction: true",
         ),
         (
             {**IS, "truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio": 2.0},
