@@ -17,7 +17,7 @@ import torch
 from nemo_rl.compat.calls import chunk_list_to_workers
 from nemo_rl.config import ConfigError, EnvConfig, MasterConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments import environment_registry
+from nemo_rl.environments import environment_registry, math_environment
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.code_environment import CodeJaccardEnvironment, jaccard
 from nemo_rl.environments.environment_registry import (
@@ -474,7 +474,9 @@ def processes_of(pool: VerifierPool) -> list[subprocess.Popen[bytes]]:
 @pytest.mark.parametrize(
     ("when", "how"), [("idle", signal.SIGKILL), ("starting", signal.SIGSEGV), ("at work", signal.SIGSEGV)]
 )
-def test_a_verifier_process_that_is_killed_is_replaced_and_costs_no_reward(when: str, how: signal.Signals) -> None:
+def test_a_verifier_process_that_is_killed_is_replaced_and_costs_no_reward(
+    when: str, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pool = VerifierPool("hf_math_verify", 1, deadline_s=20.0)
     pairs = [("\\boxed{x+x}", "2x"), ("\\boxed{1/2}", "0.5"), ("\\boxed{3}", "4")]
     try:
@@ -482,18 +484,16 @@ def test_a_verifier_process_that_is_killed_is_replaced_and_costs_no_reward(when:
             pool.verify(pairs[:1])
             processes_of(pool)[0].send_signal(how)
             processes_of(pool)[0].wait(10)
-        elif when == "starting":
-            pool._start()
-            processes_of(pool)[0].send_signal(how)
         else:
-            assign = pool._assign
+            reply = math_environment._Verifier.reply
 
-            def assign_and_kill(worker: Any, task: int, given: Any) -> None:
-                assign(worker, task, given)
-                pool._assign = assign  # type: ignore[method-assign]
-                worker.process.send_signal(how)
+            def killed(worker: Any, within_s: float, request: Any = None) -> Any:
+                if (request is None) == (when == "starting"):
+                    monkeypatch.setattr(math_environment._Verifier, "reply", reply)
+                    worker.process.send_signal(how)
+                return reply(worker, within_s, request)
 
-            pool._assign = assign_and_kill  # type: ignore[method-assign]
+            monkeypatch.setattr(math_environment._Verifier, "reply", killed)
         assert [verdict.reward for verdict in pool.verify(pairs)] == [1.0, 1.0, 0.0] and pool.timeouts == 0
     finally:
         pool.shutdown()
