@@ -168,8 +168,6 @@ class ReplayedRollouts:
         if not path.exists():
             raise RecordingError(f"{path} does not exist: the recording ends before step {plan.step + 1}")
         plain = torch.load(path, weights_only=True)
-        if "samples" not in plain:
-            raise RecordingError(f"{path} is of an earlier version, which kept no samples' outcomes; record it again")
         tokens: BatchedDataDict = BatchedDataDict(plain["tokens"])
         columns = RolloutColumns(tokens, BatchedDataDict({"task_name": list(batch["task_name"]), **plain["rows"]}))
         if (samples := int(sample_starts(columns.rows).sum())) != batch.size:

@@ -237,29 +237,33 @@ def _of_branch(branch: Branch, tokenizer: PreTrainedTokenizerBase) -> Trajectory
     """One branch, of which responses are trained that no earlier branch has."""
     trajectory = Trajectory([], by_agent=True, prompt_length=len(branch.parts[0].context))
     for index, part in enumerate(branch.parts):
-        result, start = part.turn.result, sum(trajectory.generated)
         trajectory.message_log += _context(part.messages, part.context, tokenizer)
-        response: dict[str, object] = {
-            "role": "assistant",
-            "content": tokenizer.decode(result.token_ids, skip_special_tokens=True),
-            "token_ids": torch.tensor(result.token_ids, dtype=torch.int64),
-        }
-        trajectory.message_log.append(response)
-        if result.routes is not None:
-            trajectory.routes.add(result.routes)
-        if not part.trained:
-            continue
-        response["generation_logprobs"] = torch.tensor(result.logprobs, dtype=torch.float32)
-        trajectory.spans += [
-            VersionSpan(span.version, start + span.start, start + span.end, span.mixed_kv) for span in result.spans
-        ]
-        trajectory.generated.append(len(result.token_ids))
-        trajectory.turns += 1
-        trajectory.observed += len(part.context) if index else 0
-        trajectory.truncated = trajectory.truncated or result.truncated
-        if result.masks is not None:
-            trajectory.masks = trajectory.masks.then(result.masks)
+        _append_response(trajectory, part.turn.result, tokenizer, trained=part.trained)
+        if part.trained:
+            trajectory.turns += 1
+            trajectory.observed += len(part.context) if index else 0
     return trajectory
+
+
+def _append_response(
+    trajectory: Trajectory, result: GenerationResult, tokenizer: PreTrainedTokenizerBase, *, trained: bool = True
+) -> None:
+    response: dict[str, object] = {
+        "role": "assistant",
+        "content": tokenizer.decode(result.token_ids, skip_special_tokens=True),
+        "token_ids": torch.tensor(result.token_ids, dtype=torch.int64),
+    }
+    trajectory.message_log.append(response)
+    if result.routes is not None:
+        trajectory.routes.add(result.routes)
+    if not trained:
+        return
+    response["generation_logprobs"] = torch.tensor(result.logprobs, dtype=torch.float32)
+    trajectory.spans += moved_spans(result.spans, sum(trajectory.generated))
+    trajectory.generated.append(len(result.token_ids))
+    if result.masks is not None:
+        trajectory.masks = trajectory.masks.then(result.masks)
+    trajectory.truncated = trajectory.truncated or result.truncated
 
 
 def _context(
@@ -326,22 +330,21 @@ class RolloutRunner:
         Raises GenerationError: an engine failed; EnvironmentFailure: an environment failed; KeyError: a task has no
         environment.
         """
-        return self._generation.run_on_dispatch_loop(self._run_all(batch, plan))
+        return self._generation.run_on_dispatch_loop(self._run_all(batch, plan, self._batchers()))
 
     async def run_group(self, batch: BatchedDataDict, plan: RolloutPlan) -> list[Trajectory]:
         """As `run`, awaited where requests are dispatched; groups that run at the same time share their environments'
         batched calls.
         """
-        if not self._shared:
-            self._shared = {name: EnvironmentBatcher(environment) for name, environment in self._environments.items()}
+        self._shared = self._shared or self._batchers()
         return await self._run_all(batch, plan, self._shared)
 
+    def _batchers(self) -> dict[str, EnvironmentBatcher]:
+        return {name: EnvironmentBatcher(environment) for name, environment in self._environments.items()}
+
     async def _run_all(
-        self, batch: BatchedDataDict, plan: RolloutPlan, batchers: Mapping[str, EnvironmentBatcher] | None = None
+        self, batch: BatchedDataDict, plan: RolloutPlan, batchers: Mapping[str, EnvironmentBatcher]
     ) -> list[Trajectory]:
-        batchers = batchers or {
-            name: EnvironmentBatcher(environment) for name, environment in self._environments.items()
-        }
         tasks = [asyncio.create_task(self._run_one(row, batch, plan, batchers)) for row in range(batch.size)]
         try:
             return await asyncio.gather(*tasks)
@@ -399,7 +402,7 @@ class RolloutRunner:
             )
             async with _within(plan.limits.generation_s, f"generation of {request.request_id}", GenerationError):
                 result = await self._generation.generate_one(request)
-            self._append_response(trajectory, result)
+            _append_response(trajectory, result, self._tokenizer)
             ids = ids + trajectory.message_log[-1]["token_ids"].tolist()
             judging = f"the environment of task {task!r} with {request.request_id}"
             async with _within(plan.limits.environment_s, judging, EnvironmentFailure):
@@ -423,24 +426,6 @@ class RolloutRunner:
             if not (goes_on and fits):
                 break
         return trajectory
-
-    def _append_response(self, trajectory: Trajectory, result: GenerationResult) -> None:
-        start = sum(trajectory.generated)
-        trajectory.message_log.append(
-            {
-                "role": "assistant",
-                "content": self._tokenizer.decode(result.token_ids, skip_special_tokens=True),
-                "token_ids": torch.tensor(result.token_ids, dtype=torch.int64),
-                "generation_logprobs": torch.tensor(result.logprobs, dtype=torch.float32),
-            }
-        )
-        trajectory.spans += moved_spans(result.spans, start)
-        trajectory.generated.append(len(result.token_ids))
-        if result.routes is not None:
-            trajectory.routes.add(result.routes)
-        if result.masks is not None:
-            trajectory.masks = trajectory.masks.then(result.masks)
-        trajectory.truncated = trajectory.truncated or result.truncated
 
     def _append_observation(
         self, trajectory: Trajectory, observation: dict[str, object], room: int

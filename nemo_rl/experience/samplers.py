@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
@@ -108,12 +108,22 @@ class _Window:
     max_staleness_versions: int = 1
     in_order = False
 
+    @property
+    def max_lag(self) -> int | None:
+        """The window."""
+        return self.max_staleness_versions
+
     def window(self) -> int:
         """The staleness that is allowed."""
         return self.max_staleness_versions
 
     def _inside(self, slot: Slot, version: int) -> bool:
         return slot.started is not None and 0 <= slot.lag(version) <= self.max_staleness_versions
+
+    def stale(self, slots: Sequence[Slot], version: int) -> Sequence[Slot]:
+        """Those that fell out of the window."""
+        window = self.max_staleness_versions
+        return [slot for slot in slots if slot.started is not None and slot.lag(version) > window]
 
 
 @dataclass(frozen=True)
@@ -122,20 +132,11 @@ class WeightFifo(_Window):
 
     paced = True
 
-    @property
-    def max_lag(self) -> int:
-        """The window."""
-        return self.max_staleness_versions
-
     def eligible(self, slots: Sequence[Slot], version: int, first: int, wanted: int) -> Sequence[Slot]:
         """Those whose generation began under the oldest version inside the window."""
         begun = [slot for slot in slots if self._inside(slot, version)]
         oldest = max((slot.lag(version) for slot in begun), default=0)
         return _by_arrival(slot for slot in begun if slot.ready and slot.lag(version) == oldest)
-
-    def stale(self, slots: Sequence[Slot], version: int) -> Sequence[Slot]:
-        """Those that fell out of the window."""
-        return _fallen(slots, version, self.max_staleness_versions)
 
 
 @dataclass(frozen=True)
@@ -145,19 +146,10 @@ class Windowed(_Window):
     sample_freshest_first: bool = False
     paced = False
 
-    @property
-    def max_lag(self) -> int:
-        """The window."""
-        return self.max_staleness_versions
-
     def eligible(self, slots: Sequence[Slot], version: int, first: int, wanted: int) -> Sequence[Slot]:
         """Inside the window, as they arrived or the freshest first."""
         found = _by_arrival(slot for slot in slots if slot.ready and self._inside(slot, version))
         return sorted(found, key=lambda slot: slot.lag(version)) if self.sample_freshest_first else found
-
-    def stale(self, slots: Sequence[Slot], version: int) -> Sequence[Slot]:
-        """Those that fell out of the window."""
-        return _fallen(slots, version, self.max_staleness_versions)
 
 
 @dataclass(frozen=True)
@@ -165,7 +157,7 @@ class ReadyFirst(_Window):
     """Takes whatever is ready, however old; `max_staleness_versions` only paces the dispatch of prompts."""
 
     paced = True
-    max_lag: int | None = field(default=None, init=False)
+    max_lag: None = None
 
     def eligible(self, slots: Sequence[Slot], version: int, first: int, wanted: int) -> Sequence[Slot]:
         """All that are ready, as they arrived."""
@@ -178,10 +170,6 @@ class ReadyFirst(_Window):
 
 def _by_arrival(slots: Any) -> list[Slot]:
     return sorted(slots, key=lambda slot: slot.arrived)
-
-
-def _fallen(slots: Sequence[Slot], version: int, window: int) -> list[Slot]:
-    return [slot for slot in slots if slot.started is not None and slot.lag(version) > window]
 
 
 BUILT_IN: Mapping[str, type] = {

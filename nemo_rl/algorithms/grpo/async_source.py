@@ -111,7 +111,7 @@ class AheadSource:
             return
         batches = _saved_batches(saved)
         groups: list[BufferedGroup] = []
-        if saved.get("sampler", "in_order") == self._sampler:
+        if saved["sampler"] == self._sampler:
             known = {GroupKey(draw.batch, attempt, number) for draw in batches for _, attempt, number in draw.open}
             groups = _saved_groups(
                 self._run.store, checkpoint, lambda group: group.key in known and queue.may_still_take(group)
@@ -234,28 +234,15 @@ def _saved_rollouts(config: MasterConfig, checkpoint: Path) -> dict[str, Any] | 
 
 def _saved_batches(saved: Mapping[str, Any]) -> list[SavedBatch]:
     """The drawn batches of a checkpoint."""
-    if "draws" in saved:
-        # As asynchronous runs wrote them before both kinds of runs shared the collector.
-        size = saved["shape"][0]
-        return [
-            SavedBatch(
-                step, size, () if trained else tuple((row, attempt, attempt * size + row) for row in range(size))
-            )
-            for step, attempt, trained in saved["draws"]
-        ]
     return [SavedBatch(batch, rows, tuple((r, a, n) for r, a, n in left)) for batch, rows, left in saved["batches"]]
 
 
 def _saved_groups(
     store: ExperienceStore, checkpoint: Path, wanted: Callable[[BufferedGroup], bool]
 ) -> list[BufferedGroup]:
-    """Loads the wanted groups of a checkpoint into the store. Those of a version that kept no samples are left out, and
-    generated again.
-    """
+    """Loads the wanted groups of a checkpoint into the store."""
     groups: list[BufferedGroup] = []
     for plain in torch.load(checkpoint / BUFFER_FILE, weights_only=True)["groups"]:
-        if "samples" not in plain:
-            continue
         tokens, rows = BatchedDataDict(plain["tokens"]), BatchedDataDict(plain["rows"])
         samples = [SampleOutcome(*sample) for sample in plain["samples"]]
         key = GroupKey(*plain["key"])

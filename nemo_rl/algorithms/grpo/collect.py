@@ -108,39 +108,27 @@ def training_plan(config: MasterConfig, step: int) -> RolloutPlan:
     """How training rollouts of a step are sampled."""
     generation = config.policy.generation
     sampling = GenerationSamplingParams(generation.temperature, generation.top_p, generation.top_k)
-    return RolloutPlan(
-        config.grpo.seed,
-        step,
-        sampling,
-        _limits(config),
-        tuple(generation.stop_strings or ()),
-        replays(config.policy),
-    )
+    return _plan(config, step, sampling, records=replays(config.policy))
 
 
 def validation_plan(config: MasterConfig, batch: int) -> RolloutPlan:
     """How validation batch `batch` is sampled; the same at every validation, so that curves are comparable."""
     generation = config.policy.generation
     sampling = GenerationSamplingParams(generation.val_temperature, generation.val_top_p, generation.val_top_k)
-    return RolloutPlan(
-        config.grpo.seed,
-        VALIDATION_STEP_OFFSET + batch,
-        sampling,
-        _limits(config),
-        tuple(generation.stop_strings or ()),
-    )
+    return _plan(config, VALIDATION_STEP_OFFSET + batch, sampling, records=False)
 
 
-def _limits(config: MasterConfig) -> RolloutLimits:
+def _plan(config: MasterConfig, step: int, sampling: GenerationSamplingParams, *, records: bool) -> RolloutPlan:
     policy, grpo, streaming = config.policy, config.grpo, config.async_rl
     native = streaming.rollout_failure.native if streaming is not None else NativeTimeoutsConfig()
-    return RolloutLimits(
+    limits = RolloutLimits(
         policy.max_total_sequence_length,
         policy.generation.max_new_tokens,
         grpo.max_rollout_turns,
         native.generation_timeout_s,
         native.env_timeout_s,
     )
+    return RolloutPlan(grpo.seed, step, sampling, limits, tuple(policy.generation.stop_strings or ()), records)
 
 
 def prompts_per_batch(cfg: GRPOConfig) -> int:
