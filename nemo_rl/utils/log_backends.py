@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Scalars: TypeAlias = dict[str, float]
+Lists: TypeAlias = dict[str, list[float]]
 MetricValue: TypeAlias = float | list[float]
 
 
@@ -41,7 +43,9 @@ class TrackerUnreachable(UserError, RuntimeError):
 
 
 class LoggerInterface(Protocol):
-    """Something that shows metrics."""
+    """Something that shows metrics. `failures`: errors that its package raises when the tracker is unreachable."""
+
+    failures: tuple[type[Exception], ...]
 
     def log_metrics(
         self,
@@ -82,10 +86,6 @@ class LoggerInterface(Protocol):
         """Flush and close."""
         ...
 
-    def failures(self) -> tuple[type[Exception], ...]:
-        """Errors that its package raises when the tracker is unreachable."""
-        ...
-
 
 def require(package: str, switch: str) -> Any:
     """Import a backend's package. Raises BackendMissing: it is not installed."""
@@ -102,12 +102,6 @@ def require(package: str, switch: str) -> Any:
 def full_name(prefix: str, name: str) -> str:
     """`prefix/name`, or `name` without a prefix."""
     return f"{prefix}/{name}" if prefix else name
-
-
-def split_scalars(metrics: Mapping[str, MetricValue]) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Numbers and lists of numbers apart."""
-    scalars = {name: value for name, value in metrics.items() if not isinstance(value, list)}
-    return scalars, {name: value for name, value in metrics.items() if isinstance(value, list)}
 
 
 def summarize(values: Sequence[float]) -> dict[str, float]:
@@ -134,12 +128,14 @@ def _cell(value: object) -> str:
     return escaped.replace("\n", "<br>")
 
 
-class TensorboardLogger:
-    """TensorBoard event files in `<log_dir>/tensorboard`."""
+def _warn_offline(tracker: str, error: object, upload: str) -> None:
+    logger.warning("tracker=%s mode=offline: %s; the run goes on, `%s` uploads it later", tracker, error, upload)
 
-    def __init__(self, cfg: Mapping[str, Any], log_dir: Path) -> None:
-        tensorboard = require("torch.utils.tensorboard", "logger.tensorboard_enabled")
-        self._writer = tensorboard.SummaryWriter(**{"log_dir": str(log_dir / "tensorboard"), **cfg})
+
+class Tracker(ABC):
+    """Base of the backends."""
+
+    failures: tuple[type[Exception], ...] = (OSError,)
 
     def log_metrics(
         self,
@@ -149,13 +145,30 @@ class TensorboardLogger:
         step_metric: str | None = None,
         step_finished: bool = False,
     ) -> None:
-        """See `LoggerInterface`; lists become histograms."""
-        scalars, lists = split_scalars(metrics)
+        named = {full_name(prefix, name): value for name, value in metrics.items()}
+        lists = {name: value for name, value in named.items() if isinstance(value, list)}
+        scalars = {name: value for name, value in named.items() if not isinstance(value, list)}
+        axis = {} if step_metric is None else {step_metric: metrics.get(step_metric, step)}
+        self._log(scalars, lists, step, axis, finished=step_finished)
+
+    @abstractmethod
+    def _log(self, scalars: Scalars, lists: Lists, step: int, axis: Mapping[str, object], *, finished: bool) -> None:
+        """Metrics of a step, by their full names. `axis`: the metric that is the x axis instead of the step, if any."""
+
+
+class TensorboardLogger(Tracker):
+    """TensorBoard event files in `<log_dir>/tensorboard`; lists become histograms."""
+
+    def __init__(self, cfg: Mapping[str, Any], log_dir: Path) -> None:
+        tensorboard = require("torch.utils.tensorboard", "logger.tensorboard_enabled")
+        self._writer = tensorboard.SummaryWriter(**{"log_dir": str(log_dir / "tensorboard"), **cfg})
+
+    def _log(self, scalars: Scalars, lists: Lists, step: int, axis: Mapping[str, object], *, finished: bool) -> None:
         for name, value in scalars.items():
-            self._writer.add_scalar(full_name(prefix, name), value, step)
+            self._writer.add_scalar(name, value, step)
         for name, values in lists.items():
-            self.log_histogram(values, step, full_name(prefix, name))
-        if step_finished:
+            self.log_histogram(values, step, name)
+        if finished:
             self._writer.flush()
 
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
@@ -179,14 +192,11 @@ class TensorboardLogger:
     def close(self) -> None:
         self._writer.close()
 
-    def failures(self) -> tuple[type[Exception], ...]:
-        return (OSError,)
-
 
 _AXIS = "step"
 
 
-class WandbLogger:
+class WandbLogger(Tracker):
     """Weights & Biases; a step is committed when it is finished. If unreachable, the run is recorded offline for `wandb
     sync`.
 
@@ -196,6 +206,7 @@ class WandbLogger:
 
     def __init__(self, cfg: WandbConfig, log_dir: Path) -> None:
         self._wandb = require("wandb", "logger.wandb_enabled")
+        self.failures = (OSError, self._wandb.Error)
         arguments = {key: value for key, value in cfg.model_dump().items() if key != "log_nemo_gym_full_result_tables"}
         settings = self._wandb.Settings(init_timeout=_REACH_S, silent=True)
         if os.environ.get("WANDB_MODE", "online") == "online" and arguments.get("mode", "online") == "online":
@@ -220,30 +231,18 @@ class WandbLogger:
                 return self._wandb.init(dir=str(log_dir), settings=settings, **arguments)
             except self._wandb.Error as error:
                 reason = first_line(error)
-        logger.warning(
-            "tracker=wandb mode=offline: %s; the run goes on, `wandb sync %s/wandb/offline-run-*` uploads it later",
-            reason,
-            log_dir,
-        )
+        _warn_offline("wandb", reason, f"wandb sync {log_dir}/wandb/offline-run-*")
         return self._wandb.init(dir=str(log_dir), settings=settings, **{**arguments, "mode": "offline"})
 
-    def log_metrics(
-        self,
-        metrics: Mapping[str, MetricValue],
-        step: int,
-        prefix: str = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
-    ) -> None:
-        scalars, lists = split_scalars(metrics)
-        payload: dict[str, object] = {full_name(prefix, name): value for name, value in scalars.items()}
-        payload |= {full_name(prefix, name): self._wandb.Histogram(values) for name, values in lists.items() if values}
-        if step_metric is None:
-            self._row(payload, step, commit=step_finished)
+    def _log(self, scalars: Scalars, lists: Lists, step: int, axis: Mapping[str, object], *, finished: bool) -> None:
+        shown = {name: self._wandb.Histogram(values) for name, values in lists.items() if values}
+        payload: dict[str, object] = {**scalars, **shown}
+        if not axis:
+            self._row(payload, step, commit=finished)
             return
         for name in payload:
-            self._run.define_metric(name, step_metric=step_metric)
-        self._run.log({**payload, step_metric: metrics.get(step_metric, step)}, commit=step_finished)
+            self._run.define_metric(name, step_metric=next(iter(axis)))
+        self._run.log({**payload, **axis}, commit=finished)
 
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
         self._run.config.update(dict(params), allow_val_change=True)
@@ -263,30 +262,19 @@ class WandbLogger:
         # Its service process would stay for further runs of this process.
         self._wandb.teardown()
 
-    def failures(self) -> tuple[type[Exception], ...]:
-        return (OSError, self._wandb.Error)
 
-
-class SummarisingLogger(ABC):
+class SummarisingLogger(Tracker):
     """Base of backends that show numbers only: a list is logged as its summary."""
 
     @abstractmethod
-    def log_scalars(self, scalars: dict[str, float], step: int) -> None:
+    def log_scalars(self, scalars: Scalars, step: int) -> None:
         """Numbers of a step, by their full names."""
 
-    def log_metrics(
-        self,
-        metrics: Mapping[str, MetricValue],
-        step: int,
-        prefix: str = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
-    ) -> None:
-        scalars, lists = split_scalars(metrics)
-        scalars |= {
-            f"{key}/{kind}": value for key, values in lists.items() for kind, value in summarize(values).items()
-        }
-        self.log_scalars({full_name(prefix, key): value for key, value in scalars.items()}, step)
+    def _log(self, scalars: Scalars, lists: Lists, step: int, axis: Mapping[str, object], *, finished: bool) -> None:
+        summaries = (
+            (f"{name}/{kind}", value) for name, values in lists.items() for kind, value in summarize(values).items()
+        )
+        self.log_scalars({**scalars, **dict(summaries)}, step)
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
         self.log_metrics({name: list(histogram)}, step)
@@ -294,6 +282,8 @@ class SummarisingLogger(ABC):
 
 class SwanlabLogger(SummarisingLogger):
     """SwanLab. Out of reach, the run is recorded offline, for `swanlab sync`."""
+
+    failures = (OSError, RuntimeError)
 
     def __init__(self, cfg: SwanlabConfig, log_dir: Path) -> None:
         self._swanlab = require("swanlab", "logger.swanlab_enabled")
@@ -303,14 +293,10 @@ class SwanlabLogger(SummarisingLogger):
         try:
             self._run = self._swanlab.init(**arguments)
         except (OSError, RuntimeError, self._swanlab.exceptions.AuthenticationError) as error:
-            logger.warning(
-                "tracker=swanlab mode=offline: %s; the run goes on, `swanlab sync %s/run-*` uploads it later",
-                first_line(error),
-                directory,
-            )
+            _warn_offline("swanlab", first_line(error), f"swanlab sync {directory}/run-*")
             self._run = self._swanlab.init(**{**arguments, "mode": "offline"})
 
-    def log_scalars(self, scalars: dict[str, float], step: int) -> None:
+    def log_scalars(self, scalars: Scalars, step: int) -> None:
         self._run.log(scalars, step=step)
 
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
@@ -326,15 +312,13 @@ class SwanlabLogger(SummarisingLogger):
     def close(self) -> None:
         self._run.finish()
 
-    def failures(self) -> tuple[type[Exception], ...]:
-        return (OSError, RuntimeError)
-
 
 class MlflowLogger(SummarisingLogger):
     """MLflow, in a database under `<log_dir>/mlflow` unless a tracking server is named."""
 
     def __init__(self, cfg: MlflowConfig, log_dir: Path) -> None:
         self._mlflow = require("mlflow", "logger.mlflow_enabled")
+        self.failures = (OSError, self._mlflow.exceptions.MlflowException)
         directory = (log_dir / "mlflow").absolute()
         directory.mkdir(exist_ok=True)
         artifacts = cfg.artifact_location or (None if cfg.tracking_uri else (directory / "artifacts").as_uri())
@@ -350,7 +334,7 @@ class MlflowLogger(SummarisingLogger):
         except self._mlflow.exceptions.MlflowException as error:
             raise TrackerUnreachable(first_line(error)) from error
 
-    def log_scalars(self, scalars: dict[str, float], step: int) -> None:
+    def log_scalars(self, scalars: Scalars, step: int) -> None:
         self._mlflow.log_metrics(scalars, step=step)
 
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
@@ -366,6 +350,3 @@ class MlflowLogger(SummarisingLogger):
 
     def close(self) -> None:
         self._mlflow.end_run()
-
-    def failures(self) -> tuple[type[Exception], ...]:
-        return (OSError, self._mlflow.exceptions.MlflowException)

@@ -291,7 +291,7 @@ class ReachableTracker:
             return
         try:
             getattr(self._tracker, method)(*arguments)
-        except self._tracker.failures() as error:
+        except self._tracker.failures as error:
             self._switch_off(error)
 
     def _switch_off(self, error: Exception) -> None:

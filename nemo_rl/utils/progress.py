@@ -10,7 +10,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Self
 
@@ -220,22 +220,13 @@ class RunProgress:
         self.said.append(line)
         self.console.print(printable(line), highlight=False, soft_wrap=True, markup=False)
 
-    def step_done(
-        self,
-        step: int,
-        *,
-        loss: float,
-        tokens: float,
-        reward: float | None = None,
-        extra: Mapping[str, float] | None = None,
-    ) -> None:
+    def step_done(self, step: int, *, loss: float, tokens: float, reward: float | None = None) -> None:
         """A step has ended.
 
         Args:
             step: its number, from 1.
             tokens: tokens it trained on, prompts included.
             reward: its mean reward; None where there are no rewards.
-            extra: more numbers for the plain line, by name.
         """
         now = self._clock()
         seconds = max(now - self._step_began, 1e-9)
@@ -263,10 +254,9 @@ class RunProgress:
         if self._live is None and due:
             self._line_at = now
             rewarded = "" if reward is None else f"reward={shown} "
-            more = "".join(f" {name}={value:.4g}" for name, value in (extra or {}).items())
-            more += "" if self._gpu_memory is None else f" gpu_gb={self._gpu_memory:.1f}"
-            pace = f"tokens/s={row[4]} step_s={row[5]} left={row[6]}"
-            self.say(f"step {step}/{self.total_steps} {rewarded}{self._held_out}={row[2]} loss={row[3]} {pace}{more}")
+            memory = "" if self._gpu_memory is None else f" gpu_gb={self._gpu_memory:.1f}"
+            pace = f"tokens/s={row[4]} step_s={row[5]} left={row[6]}{memory}"
+            self.say(f"step {step}/{self.total_steps} {rewarded}{self._held_out}={row[2]} loss={row[3]} {pace}")
             if below is not None:
                 self.say(below)
 
@@ -304,13 +294,10 @@ class RunProgress:
             table.add_column(name, justify="right")
         for row in self._rows:
             table.add_row(*row)
-        if not self._rows:
-            return Group(head)
-        return (
-            Group(head, table, Text("reward ", style="dim").append(sparkline(list(self._rewards)), style="green"))
-            if self._rewards
-            else Group(head, table)
-        )
+        shown: list[Table | Text] = [head, *([table] if self._rows else ())]
+        if self._rewards:
+            shown.append(Text("reward ", style="dim").append(sparkline(list(self._rewards)), style="green"))
+        return Group(*shown)
 
 
 def sparkline(values: list[float]) -> str:

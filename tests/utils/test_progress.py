@@ -23,7 +23,7 @@ def run(console: Console, steps: int = 2, seconds: float = 20.0) -> None:
         for step in range(1, steps + 1):
             progress.phase("generation")
             clock.now += seconds
-            progress.step_done(step, reward=0.25 * step, loss=-0.125, tokens=1000, extra={"lr": 1e-4})
+            progress.step_done(step, reward=0.25 * step, loss=-0.125, tokens=1000)
             progress.validated(0.5)
 
 
@@ -31,9 +31,9 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     out = io.StringIO()
     run(Console(file=out, width=40))
     assert out.getvalue().splitlines() == [
-        "step 1/5 reward=0.250 accuracy=- loss=-0.1250 tokens/s=50 step_s=20.0 left=1m 20s lr=0.0001",
+        "step 1/5 reward=0.250 accuracy=- loss=-0.1250 tokens/s=50 step_s=20.0 left=1m 20s",
         "validation accuracy=0.500",
-        "step 2/5 reward=0.500 accuracy=- loss=-0.1250 tokens/s=50 step_s=20.0 left=1m 00s lr=0.0001",
+        "step 2/5 reward=0.500 accuracy=- loss=-0.1250 tokens/s=50 step_s=20.0 left=1m 00s",
         "validation accuracy=0.500",
     ]
 

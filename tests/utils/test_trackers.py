@@ -117,14 +117,11 @@ def test_a_tracker_that_fails_on_the_way_is_switched_off_with_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Flaky:
-        calls = 0
+        calls, failures = 0, (OSError,)
 
         def log_metrics(self, *_: Any) -> None:
             Flaky.calls += 1
             raise ConnectionError("gone\nand more")
-
-        def failures(self) -> tuple[type[Exception], ...]:
-            return (OSError,)
 
     tracker = ReachableTracker("flaky", Flaky, tmp_path)
     for step in (1, 2, 3):
@@ -138,11 +135,10 @@ def test_a_tracker_that_fails_on_the_way_is_switched_off_with_one_line(
 
 def test_a_mistake_in_a_tracker_is_not_hidden(tmp_path: Path) -> None:
     class Broken:
+        failures = (OSError,)
+
         def log_metrics(self, *_: Any) -> None:
             raise TypeError("a mistake of ours")
-
-        def failures(self) -> tuple[type[Exception], ...]:
-            return (OSError,)
 
     with pytest.raises(TypeError, match="a mistake of ours"):
         ReachableTracker("broken", Broken, tmp_path).log_metrics({}, 1)
