@@ -9,6 +9,7 @@ run's own, or used, or refused.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from nemo_rl.algorithms.sft.driver import SFTRun
     from nemo_rl.data.loader import Batch, Loader
     from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-    from nemo_rl.environments.environment_registry import ResponseData
     from nemo_rl.experience.hooks import RLixHooksProtocol
     from nemo_rl.loss.interfaces import LossFunction
     from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
@@ -94,28 +94,33 @@ def setup_response_data(
     data_config: DataConfig | Mapping[str, object],
     env_configs: EnvConfig | Mapping[str, object] | None = None,
     is_vlm: bool = False,
-) -> ResponseData | tuple[object, object]:
-    """`environment_registry.setup_response_data`, for `setup`; without environments, the two datasets of an SFT run."""
+) -> tuple[Any, ...]:
+    """Loads datasets and starts environments, for `setup`. `data_config`, `env_configs`: `data` and `env`, as sections
+    or plain mappings.
+
+    Returns training prompts, validation prompts (None without), environment actor per training task and per validation
+    task; without environments, the two datasets of an SFT run. Raises DataError: see `data.setup.load_datasets`;
+    UnknownEnvironment, ConfigError: see `environment_registry.environment_class`.
+    """
+    from nemo_rl.data.interfaces import DataError
     from nemo_rl.data.setup import load_datasets
-    from nemo_rl.environments import environment_registry
+    from nemo_rl.environments.environment_registry import start_environments
 
+    if is_vlm:
+        raise DataError("datasets of images (is_vlm) are not built yet")
     data = DataConfig.read(data_config)
-    if env_configs is None and not is_vlm:
-        datasets = load_datasets(tokenizer, data)
-        _keep_entries(datasets.train, datasets.validation, data)
-        return datasets.train, datasets.validation
-    found = environment_registry.setup_response_data(
-        tokenizer, data, {} if env_configs is None else env_configs, is_vlm
-    )
-    _keep_entries(found[0], found[1], data)
-    _ENVIRONMENTS.update(actor for actors in found[2:] for actor in actors.values())
-    return found
-
-
-def _keep_entries(train: object, validation: object, data: DataConfig) -> None:
-    for dataset, entries in ((train, data.train), (validation, [*data.train, *(data.validation or [])])):
+    found = load_datasets(tokenizer, data)
+    for dataset, entries in ((found.train, data.train), (found.validation, [*data.train, *(data.validation or [])])):
         if dataset is not None:
             _ENTRIES[dataset] = [entry.to_dict() for entry in entries]
+    if env_configs is None:
+        return found.train, found.validation
+    tasks = (found.env_of_task, found.env_of_validation_task)
+    actors = start_environments([name for of_task in tasks for name in of_task.values()], EnvConfig.read(env_configs))
+    # The form that NeMo-RL's callers know has one actor per task.
+    by_task = [{task: actors[name][0] for task, name in of_task.items()} for of_task in tasks]
+    _ENVIRONMENTS.update(actor for of_task in by_task for actor in of_task.values())
+    return found.train, found.validation, *by_task
 
 
 def plain(master_config: MasterConfig | Mapping[str, Any]) -> MasterConfig | dict[str, Any]:
@@ -148,7 +153,7 @@ def check_datasets(config: RootConfig, datasets: Sequence[object]) -> None:
 
 
 def parts_of(run: GRPORun, tokenizer: object) -> GRPOParts:
-    """The parts of a run, by any of which `run_of` finds it."""
+    """The parts of a run, by any of which `grpo_train` finds it."""
     parts = GRPOParts(
         run.policy,
         run.generation,
@@ -169,7 +174,7 @@ def parts_of(run: GRPORun, tokenizer: object) -> GRPOParts:
 
 
 def sft_parts_of(run: SFTRun, tokenizer: object) -> SFTParts:
-    """The parts of a run, by any of which `run_of` finds it."""
+    """The parts of a run, by any of which `sft_train` finds it."""
     parts = SFTParts(
         run.policy,
         run.clusters.training,
@@ -185,17 +190,26 @@ def sft_parts_of(run: SFTRun, tokenizer: object) -> SFTParts:
     return parts
 
 
-def run_of(what: str, given: Sequence[object], kind: type[GRPOParts | SFTParts] = GRPOParts) -> Any:
-    """The run whose parts are given; None where there is no policy of a run among them. A loss of the script's own
-    becomes the run's. Raises ShapeChanged: the run is of another kind, or something is given that is not the run's.
+def _run(
+    first: Any,
+    others: tuple[object, ...],
+    named: Mapping[str, object],
+    name: str,
+    kind: type[GRPOParts | SFTParts] = GRPOParts,
+) -> Any:
+    """The run that is given, or whose parts are. A loss of the script's own becomes the run's. Raises ShapeChanged: the
+    run is of another kind, or something is given that is not the run's.
     """
     from nemo_rl.loss import LossFunction
 
+    given = [first, *others, *named.values()]
     known = next((known for known in _KNOWN if any(part is known.parts.policy for part in given)), None)
     if known is None:
-        return None
+        form = f"{name}(run), with the run, or all parts, that setup gave"
+        _refuse(others, named, form, object() if first is None else first)
+        return first
     if not isinstance(known.parts, kind):
-        raise ShapeChanged(f"{what}: the given run is {type(known.run).__name__}, which setup of another script gave")
+        raise ShapeChanged(f"{name}: the given run is {type(known.run).__name__}, which setup of another script gave")
     run = known.run
     clusters = known.parts.clusters if isinstance(known.parts, GRPOParts) else ()
     own = [*known.parts, *clusters, run, getattr(run, "tokenizer", None), known.tokenizer]
@@ -210,7 +224,7 @@ def run_of(what: str, given: Sequence[object], kind: type[GRPOParts | SFTParts] 
             run.loss_fn = part
             continue
         raise ShapeChanged(
-            f"{what}: {type(part).__name__} is no part of this run: data, environments and everything else come from "
+            f"{name}: {type(part).__name__} is no part of this run: data, environments and everything else come from "
             "the configuration (env.<name>.class, data.train.dataset_name, loss_fn.class take classes of yours)"
         )
     return run
@@ -246,16 +260,14 @@ def grpo_setup(
     from nemo_rl.algorithms.grpo.assembly import setup
 
     config = _checked(plain(master_config), MasterConfig)
-    if tokenizer is None and dataset is None:
-        _refuse((), {} if val_dataset is None else {"val_dataset": val_dataset}, "setup(master_config)")
-        return setup(config)
     if processor is not None or policy_factory is not None:
         raise ShapeChanged(f"setup: processor and policy_factory are not taken; {_PAGE}")
-    _check_handed(config, tokenizer, dataset, val_dataset)
-    return parts_of(setup(config), tokenizer)
+    in_parts = _in_parts(config, tokenizer, dataset, val_dataset)
+    run = setup(config)
+    return parts_of(run, tokenizer) if in_parts else run
 
 
-def grpo_train(run: object = None, *others: object, **named: object) -> None:
+def grpo_train(run: Any = None, *others: object, **named: object) -> None:
     """Drives a run to its end, rollouts and training in turns, and ends it; given as a run, or as the parts that
     `setup` returned, in any order. Raises ShapeChanged: the run generates ahead, or something else is given.
     """
@@ -272,14 +284,12 @@ def grpo_train(run: object = None, *others: object, **named: object) -> None:
         )
     from nemo_rl.algorithms.grpo import loop
 
-    try:
+    with closing(run):
         loop.drive(run)
-    finally:
-        run.close()
 
 
 def async_grpo_train(
-    run: object = None, *others: object, rlix_hooks: RLixHooksProtocol | None = None, **named: object
+    run: Any = None, *others: object, rlix_hooks: RLixHooksProtocol | None = None, **named: object
 ) -> None:
     """Drives a run to its end with rollouts ahead of training, and ends it; given as `grpo_train` takes it. Raises
     ShapeChanged: the run is not asynchronous, or something else is given.
@@ -293,18 +303,8 @@ def async_grpo_train(
         raise ShapeChanged("async_grpo_train: the run was set up with grpo.async_grpo.enabled: false; set it to true")
     from nemo_rl.algorithms.grpo import loop
 
-    try:
+    with closing(run):
         loop.async_grpo_train(run, rlix_hooks)
-    finally:
-        run.close()
-
-
-def _run(first: Any, others: tuple[object, ...], named: Mapping[str, object], name: str) -> GRPORun:
-    found = run_of(name, [first, *others, *named.values()])
-    if found is None:
-        form = f"{name}(run), with the run, or all parts, that setup gave"
-        _refuse(others, named, form, object() if first is None else first)
-    return found or first
 
 
 def grpo_validate(run: GRPORun, step: int, *others: object, **named: object) -> dict[str, float]:
@@ -333,26 +333,18 @@ def sft_setup(
     from nemo_rl.algorithms.sft.assembly import setup
 
     config = _checked(master_config, SFTMasterConfig)
-    if tokenizer is None and dataset is None:
-        _refuse((), {} if val_dataset is None else {"val_dataset": val_dataset}, "setup(master_config)")
-        return setup(config)
-    _check_handed(config, tokenizer, dataset, val_dataset)
-    return sft_parts_of(setup(config), tokenizer)
+    in_parts = _in_parts(config, tokenizer, dataset, val_dataset)
+    run = setup(config)
+    return sft_parts_of(run, tokenizer) if in_parts else run
 
 
 def sft_train(run: Any = None, *others: object, **named: object) -> None:
     """Drives an SFT run to its end and ends it; given as a run, or as the parts that `setup` returned, in any order."""
-    found = run_of("sft_train", [run, *others, *named.values()], SFTParts)
-    if found is None:
-        form = "sft_train(run), with the run, or all parts, that setup gave"
-        _refuse(others, named, form, object() if run is None else run)
+    run = _run(run, others, named, "sft_train", SFTParts)
     from nemo_rl.algorithms.sft import driver
 
-    run = found or run
-    try:
+    with closing(run):
         driver.sft_train(run)
-    finally:
-        run.close()
 
 
 def sft_validate(run: SFTRun, *others: object, **named: object) -> dict[str, float]:
@@ -363,10 +355,15 @@ def sft_validate(run: SFTRun, *others: object, **named: object) -> dict[str, flo
     return validate(run)
 
 
-def _check_handed(config: RootConfig, tokenizer: object, *datasets: object) -> None:
-    check_datasets(config, datasets)
+def _in_parts(config: RootConfig, tokenizer: object, dataset: object, val_dataset: object) -> bool:
+    """Whether `setup` is called as in NeMo-RL. Raises ShapeChanged: what is handed over is not this configuration's."""
+    if tokenizer is None and dataset is None:
+        _refuse((), {} if val_dataset is None else {"val_dataset": val_dataset}, "setup(master_config)")
+        return False
+    check_datasets(config, (dataset, val_dataset))
     if not hasattr(tokenizer, "apply_chat_template"):
         raise ShapeChanged(f"setup: {type(tokenizer).__name__} is no tokenizer; {_PAGE}")
+    return True
 
 
 def _checked(given: Config | Mapping[str, object], kind: type[Config]) -> Config:

@@ -16,22 +16,17 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_rl.config import ConfigError, DataConfig, EnvConfig, EnvironmentConfig
+from nemo_rl.config import ConfigError, EnvConfig, EnvironmentConfig
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.env import NemoGymEnvConfig
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.config.foreign import UNBUILT
-from nemo_rl.data.interfaces import DataError
-from nemo_rl.data.processors import AllTaskProcessedDataset
-from nemo_rl.data.setup import TaskDatasets, load_datasets
 from nemo_rl.environments.agent_environment import AGENTS_AT_ONCE, AgentEnvironment, check_agent
 from nemo_rl.environments.function_environment import FunctionEnvironment, reward_function
 from nemo_rl.environments.interfaces import EnvironmentFailure, UnknownEnvironment, expected_of, ray_actor
 from nemo_rl.environments.other_interpreter import check_interpreter
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from nemo_rl.data.processors import AllTaskProcessedDataset
 
 CLASSES: dict[str, str] = {
@@ -53,12 +48,6 @@ _READ_HERE = ("class", "function", "agent", "python", "step_timeout_s", "replica
 _COROUTINES = 64
 Actors = Mapping[str, tuple[ActorHandle[object], ...]]
 """The replicas of every environment, by its name."""
-ResponseData = tuple[
-    AllTaskProcessedDataset,
-    AllTaskProcessedDataset | None,
-    dict[str, ActorHandle[object]],
-    dict[str, ActorHandle[object]],
-]
 
 
 def register_env(env_name: str, actor_class_fqn: str) -> None:
@@ -229,32 +218,6 @@ def _plain_class(found: object) -> object:
     return getattr(getattr(found, "__ray_metadata__", None), "modified_class", found)
 
 
-def setup_response_data(
-    tokenizer: PreTrainedTokenizerBase,
-    data_config: DataConfig | Mapping[str, object],
-    env_configs: EnvConfig | Mapping[str, object],
-    is_vlm: bool = False,
-) -> ResponseData:
-    """Loads datasets and starts environments.
-
-    Args:
-        data_config: `data`, as a section or a plain mapping.
-        env_configs: `env`, the same.
-
-    Returns training prompts, validation prompts (None without), environment actor per training task and per validation
-    task. Raises DataError: see `nemo_rl.data.setup.load_datasets`; UnknownEnvironment, ConfigError: see
-    `environment_class`.
-    """
-    if is_vlm:
-        raise DataError("datasets of images (is_vlm) are not built yet")
-    data_config, env_configs = DataConfig.read(data_config), EnvConfig.read(env_configs)
-    datasets = load_datasets(tokenizer, data_config)
-    actors = start_environments(
-        [*datasets.env_of_task.values(), *datasets.env_of_validation_task.values()], env_configs
-    )
-    return datasets.train, datasets.validation, *_by_task(datasets, actors)
-
-
 def start_environments(names: Iterable[str], env_configs: EnvConfig, *, agents_anywhere: bool = False) -> Actors:
     """The replicas of each name; all classes are resolved before the first actor starts. `agents_anywhere`: whether
     other machines reach the run's endpoint, and so may play agents.
@@ -313,11 +276,3 @@ def start_lines(names: Iterable[str], env_configs: EnvConfig) -> list[str]:
         if said is not None:
             lines.append(said)
     return lines
-
-
-def _by_task(
-    datasets: TaskDatasets, actors: Actors
-) -> tuple[dict[str, ActorHandle[object]], dict[str, ActorHandle[object]]]:
-    # The form that NeMo-RL's callers know has one actor per task.
-    train = {task: actors[env][0] for task, env in datasets.env_of_task.items()}
-    return train, {task: actors[env][0] for task, env in datasets.env_of_validation_task.items()}

@@ -186,6 +186,7 @@ class OwnLoss(NLLLossFn):
 def script(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What a script has before it calls `setup`, with a run of empty parts; `driven` gets the runs of loops."""
     from nemo_rl.algorithms.grpo import assembly, loop
+    from nemo_rl.data import setup as data_setup
     from nemo_rl.environments import environment_registry
 
     names = ("policy", "generation", "train_loader", "val_loader", "logger", "checkpointer", "state", "teachers")
@@ -199,8 +200,10 @@ def script(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(assembly, "setup", setup)
     monkeypatch.setattr(loop, "drive", driven.append)
     monkeypatch.setattr(loop, "async_grpo_train", lambda run, hooks: driven.append(run))
-    made = (Part(), Part(), {"math": Part()}, {"math": Part()})
-    monkeypatch.setattr(environment_registry, "setup_response_data", lambda *_: made)
+    made = SimpleNamespace(train=Part(), validation=Part(), env_of_task={"math": "math"})
+    made.env_of_validation_task = made.env_of_task
+    monkeypatch.setattr(data_setup, "load_datasets", lambda *_: made)
+    monkeypatch.setattr(environment_registry, "start_environments", lambda *_: {"math": (Part(),)})
     config = {"data": {"train": {"dataset_name": "gsm8k"}, "validation": {"dataset_name": "gsm8k", "split": "test"}}}
     return SimpleNamespace(config=config, tokenizer=Tokenizer(), driven=driven)
 

@@ -10,6 +10,7 @@ import pytest
 
 from nemo_rl.algorithms.grpo import assembly
 from nemo_rl.algorithms.placement import OwnPlacement
+from nemo_rl.compat.loops import setup_response_data
 from nemo_rl.config import ConfigError, EnvConfig, MasterConfig, load_master_config
 from nemo_rl.distributed.accelerator_slots import CPU, Accelerator
 from nemo_rl.environments import environment_registry
@@ -19,7 +20,6 @@ from nemo_rl.environments.environment_registry import (
     await_environments,
     create_env,
     end_environments,
-    setup_response_data,
     start_environments,
 )
 from nemo_rl.environments.interfaces import EnvironmentFailure, UnknownEnvironment
