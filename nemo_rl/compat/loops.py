@@ -94,7 +94,7 @@ def setup_response_data(
     data_config: DataConfig | Mapping[str, object],
     env_configs: EnvConfig | Mapping[str, object] | None = None,
     is_vlm: bool = False,
-) -> tuple[Any, ...]:
+) -> tuple[object, ...]:
     """Loads datasets and starts environments, for `setup`. `data_config`, `env_configs`: `data` and `env`, as sections
     or plain mappings.
 
@@ -191,7 +191,7 @@ def sft_parts_of(run: SFTRun, tokenizer: object) -> SFTParts:
 
 
 def _run(
-    first: Any,
+    first: object,
     others: tuple[object, ...],
     named: Mapping[str, object],
     name: str,
@@ -267,44 +267,44 @@ def grpo_setup(
     return parts_of(run, tokenizer) if in_parts else run
 
 
-def grpo_train(run: Any = None, *others: object, **named: object) -> None:
+def grpo_train(run: object = None, *others: object, **named: object) -> None:
     """Drives a run to its end, rollouts and training in turns, and ends it; given as a run, or as the parts that
     `setup` returned, in any order. Raises ShapeChanged: the run generates ahead, or something else is given.
     """
-    run = _run(run, others, named, "grpo_train")
-    if run.config.grpo.async_grpo.enabled:
+    whole = _run(run, others, named, "grpo_train")
+    if whole.config.grpo.async_grpo.enabled:
         raise ShapeChanged(
             "grpo_train: the run was set up with grpo.async_grpo.enabled: true; set it to false, or call "
             "async_grpo_train"
         )
-    if run.config.async_rl is not None:
+    if whole.config.async_rl is not None:
         raise ShapeChanged(
             "grpo_train: the run was set up with async_rl, which trains on groups as they finish; leave it out, or "
             "start the run with examples/run_grpo.py"
         )
     from nemo_rl.algorithms.grpo import loop
 
-    with closing(run):
-        loop.drive(run)
+    with closing(whole):
+        loop.drive(whole)
 
 
 def async_grpo_train(
-    run: Any = None, *others: object, rlix_hooks: RLixHooksProtocol | None = None, **named: object
+    run: object = None, *others: object, rlix_hooks: RLixHooksProtocol | None = None, **named: object
 ) -> None:
     """Drives a run to its end with rollouts ahead of training, and ends it; given as `grpo_train` takes it. Raises
     ShapeChanged: the run is not asynchronous, or something else is given.
     """
     limits = {name: named.pop(name) for name in ("max_trajectory_age_steps",) if name in named}
-    run = _run(run, others, named, "async_grpo_train")
-    age = run.config.grpo.async_grpo.max_trajectory_age_steps
+    whole = _run(run, others, named, "async_grpo_train")
+    age = whole.config.grpo.async_grpo.max_trajectory_age_steps
     if limits and [*limits.values()] != [age]:
         raise ShapeChanged(f"async_grpo_train: {limits}, but grpo.async_grpo.max_trajectory_age_steps is {age}")
-    if not run.config.grpo.async_grpo.enabled:
+    if not whole.config.grpo.async_grpo.enabled:
         raise ShapeChanged("async_grpo_train: the run was set up with grpo.async_grpo.enabled: false; set it to true")
     from nemo_rl.algorithms.grpo import loop
 
-    with closing(run):
-        loop.async_grpo_train(run, rlix_hooks)
+    with closing(whole):
+        loop.async_grpo_train(whole, rlix_hooks)
 
 
 def grpo_validate(run: GRPORun, step: int, *others: object, **named: object) -> dict[str, float]:
@@ -338,13 +338,13 @@ def sft_setup(
     return sft_parts_of(run, tokenizer) if in_parts else run
 
 
-def sft_train(run: Any = None, *others: object, **named: object) -> None:
+def sft_train(run: object = None, *others: object, **named: object) -> None:
     """Drives an SFT run to its end and ends it; given as a run, or as the parts that `setup` returned, in any order."""
-    run = _run(run, others, named, "sft_train", SFTParts)
+    whole = _run(run, others, named, "sft_train", SFTParts)
     from nemo_rl.algorithms.sft import driver
 
-    with closing(run):
-        driver.sft_train(run)
+    with closing(whole):
+        driver.sft_train(whole)
 
 
 def sft_validate(run: SFTRun, *others: object, **named: object) -> dict[str, float]:
