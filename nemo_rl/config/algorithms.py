@@ -21,20 +21,17 @@ class RewardShapingConfig(Section):
     """
 
     enabled: bool = Field(False, description="Shape rewards by the length of a sample's first response.")
-    overlong_buffer_length: NonNegativeInt = Field(
-        128, description="Tokens before max_response_length over which the penalty grows."
-    )
+    overlong_buffer_length: NonNegativeInt = 128
+    """Tokens before max_response_length over which the penalty grows."""
     overlong_buffer_penalty: float = Field(1.0, description="Penalty at max_response_length, in reward units.")
-    max_response_length: Annotated[PositiveInt, DefaultFrom("${policy.max_total_sequence_length}")] = Field(
-        512,
-        description="Length, in tokens, of a sample's first response at which the penalty reaches "
-        "overlong_buffer_penalty; later turns count nothing.",
-    )
-    stop_properly_penalty_coef: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None,
-        description="Factor on the rewards of truncated responses; when set, the overlong_* keys are not used. It "
-        "brings negative rewards nearer to 0.",
-    )
+    max_response_length: Annotated[PositiveInt, DefaultFrom("${policy.max_total_sequence_length}")] = 512
+    """Length, in tokens, of a sample's first response at which the penalty reaches overlong_buffer_penalty; later turns
+    count nothing.
+    """
+    stop_properly_penalty_coef: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Factor on the rewards of truncated responses; when set, the overlong_* keys are not used. It brings negative
+    rewards nearer to 0.
+    """
 
 
 class RewardScalingConfig(Section):
@@ -50,47 +47,37 @@ class RewardScalingConfig(Section):
 class AdvEstimatorConfig(Section):
     """`grpo.adv_estimator`: how group rewards become per-token advantages."""
 
-    name: Literal["grpo", "gdpo", "reinforce_plus_plus", "opd"] = Field(
-        "grpo", description="Estimator; opd needs on_policy_distillation."
-    )
-    normalize_rewards: Annotated[bool, DefaultFrom("${grpo.normalize_rewards}")] = Field(
-        True, description="Divide by the group's standard deviation."
-    )
-    use_leave_one_out_baseline: Annotated[bool, DefaultFrom("${grpo.use_leave_one_out_baseline}")] = Field(
-        True, description="Baseline of a sample is the mean of the other samples of its group."
-    )
-    zero_deviation: Literal["unnormalized", "group"] = Field(
-        "unnormalized",
-        description="With normalize_rewards and use_leave_one_out_baseline, a sample whose fellows have equal rewards "
-        "(a group's only success): its reward minus the baseline as it is, or divided by its whole group's deviation.",
-    )
+    name: Literal["grpo", "gdpo", "reinforce_plus_plus", "opd"] = "grpo"
+    """Estimator; opd needs on_policy_distillation."""
+    normalize_rewards: Annotated[bool, DefaultFrom("${grpo.normalize_rewards}")] = True
+    """Divide by the group's standard deviation."""
+    use_leave_one_out_baseline: Annotated[bool, DefaultFrom("${grpo.use_leave_one_out_baseline}")] = True
+    """Baseline of a sample is the mean of the other samples of its group."""
+    zero_deviation: Literal["unnormalized", "group"] = "unnormalized"
+    """With normalize_rewards and use_leave_one_out_baseline, a sample whose fellows have equal rewards (a group's only
+    success): its reward minus the baseline as it is, or divided by its whole group's deviation.
+    """
     minus_baseline: bool = Field(True, description="reinforce_plus_plus: subtract the group mean first.")
-    reward_weights: list[float] | dict[str, float] | None = Field(
-        None,
-        description="gdpo: weight of each reward/<name> component, by name, or in the order of the sorted "
-        "names; null weighs each 1.",
-    )
+    reward_weights: list[float] | dict[str, float] | None = None
+    """gdpo: weight of each reward/<name> component, by name, or in the order of the sorted names; null weighs each 1.
+    """
 
 
 class AsyncGRPOConfig(Section):
     """`grpo.async_grpo`: rollouts run ahead of training into a replay buffer."""
 
     enabled: bool = Field(False, description="Train while later prompts generate.")
-    max_trajectory_age_steps: NonNegativeInt = Field(
-        1, description="How many steps older than the trained weights a trajectory may be."
-    )
-    max_generation_failures: NonNegativeInt = Field(
-        0, description="Consecutive failed rollouts tolerated before the run stops."
-    )
+    max_trajectory_age_steps: NonNegativeInt = 1
+    """How many steps older than the trained weights a trajectory may be."""
+    max_generation_failures: NonNegativeInt = 0
+    """Consecutive failed rollouts tolerated before the run stops."""
     in_flight_weight_updates: bool = Field(False, description="Refit without waiting for running requests.")
-    recompute_kv_cache_after_weight_updates: bool = Field(
-        False, description="Drop the KV cache of running requests after a refit."
-    )
-    mixed_versions: Literal["importance", "mask", "drop"] = Field(
-        "importance",
-        description="What a sample made by several weight versions is worth: corrected by importance, its "
-        "older tokens masked, or dropped.",
-    )
+    recompute_kv_cache_after_weight_updates: bool = False
+    """Drop the KV cache of running requests after a refit."""
+    mixed_versions: Literal["importance", "mask", "drop"] = "importance"
+    """What a sample made by several weight versions is worth: corrected by importance, its older tokens masked, or
+    dropped.
+    """
 
 
 class GRPOConfig(Section):
@@ -98,118 +85,91 @@ class GRPOConfig(Section):
 
     num_prompts_per_step: PositiveInt = Field(32, description="Prompts per RL step.")
     num_generations_per_prompt: PositiveInt = Field(16, description="Samples per prompt: the group size.")
-    allow_zero_advantages: bool = Field(
-        False,
-        description="Run with one sample per prompt although the advantage estimator compares the samples of a prompt, "
-        "so that every advantage is 0 and rewards teach nothing: for trying a setup. Wrapper files of a pool set it.",
-    )
+    allow_zero_advantages: bool = False
+    """Run with one sample per prompt although the advantage estimator compares the samples of a prompt, so that every
+    advantage is 0 and rewards teach nothing: for trying a setup. Wrapper files of a pool set it.
+    """
     max_rollout_turns: PositiveInt = Field(1, description="Rounds of generation and environment per sample.")
-    max_num_epochs: PositiveInt = Field(
-        1, description="Passes over the training data; ignored with several dataloaders."
-    )
-    max_num_steps: PositiveInt = Field(
-        1_000_000, description="RL steps; whichever of epochs and steps is reached first ends the run."
-    )
+    max_num_epochs: PositiveInt = 1
+    """Passes over the training data; ignored with several dataloaders."""
+    max_num_steps: PositiveInt = 1_000_000
+    """RL steps; whichever of epochs and steps is reached first ends the run."""
     normalize_rewards: bool = Field(True, description="Divide advantages by the group's standard deviation.")
     use_leave_one_out_baseline: bool = Field(True, description="Leave a sample out of its own baseline and deviation.")
     val_period: int = Field(10, description="RL steps between validations; 0 or less switches them off.")
-    val_start_at: int = Field(
-        -1, description="First RL step after which periodic validation runs; -1 means from the start."
-    )
+    val_start_at: int = -1
+    """First RL step after which periodic validation runs; -1 means from the start."""
     val_at_start: bool = Field(False, description="Validate before the first step; logged as step 0.")
     val_at_end: bool = Field(False, description="Validate after the last step.")
-    max_val_samples: PositiveInt | None = Field(
-        256,
-        description="Prompts per validation, null for all of them; floor(max_val_samples / val_batch_size) batches "
-        "run, at least one.",
-    )
-    val_batch_size: PositiveInt | None = Field(
-        256, description="Prompts per validation batch; null takes all prompts of a validation at once."
-    )
-    val_num_generations_per_prompt: PositiveInt = Field(
-        1, description="Samples per validation prompt; k > 1 adds the metric pass_k."
-    )
-    use_best_at_k: bool = Field(
-        False,
-        description="Validation's accuracy, in whole and by task, takes the best of a prompt's "
-        "val_num_generations_per_prompt samples instead of their mean, which is then logged as mean_accuracy.",
-    )
-    stop_at_validation_metric: str | None = Field(
-        None, description="Validation metric that ends the run early, as <name> or val:<name>; null never does."
-    )
-    stop_at_validation_threshold: float | None = Field(
-        None, description="The run ends, after a checkpoint, once the metric is at least this."
-    )
-    overlong_filtering: bool = Field(
-        False, description="Take no loss from truncated samples; their rewards still count in the baseline (DAPO)."
-    )
-    should_mask_flagged_samples: bool = Field(
-        False,
-        description="Take no loss from samples whose environment set mask_sample in their metadata, and leave their "
-        "rewards out of baselines, deviations, dynamic sampling and the mean reward of a step; validation counts them.",
-    )
-    invalid_tool_call_strategy: Literal["mask", "zero_reward"] | None = Field(
-        None,
-        description="What becomes of samples whose environment set invalid_tool_call in their metadata: mask takes no "
-        "loss from them and leaves their rewards out as should_mask_flagged_samples does, zero_reward makes their "
-        "reward 0 before it is scaled and shaped, null leaves them as they are.",
-    )
-    advantage_clip_low: float | None = Field(
-        None, description="Lower clamp on advantages after normalisation; null does not clamp."
-    )
-    advantage_clip_high: float | None = Field(
-        None, description="Upper clamp on advantages after normalisation; null does not clamp."
-    )
-    use_dynamic_sampling: bool = Field(
-        False, description="Drop prompt groups whose rewards do not differ and generate more (DAPO)."
-    )
-    dynamic_sampling_max_gen_batches: PositiveInt = Field(
-        10, description="Generation batches per step before dynamic sampling gives up with an error."
-    )
-    batch_multiplier: float = Field(
-        1, ge=1, description="Loader batch is num_prompts_per_step times this; above 1 only with dynamic sampling."
-    )
+    max_val_samples: PositiveInt | None = 256
+    """Prompts per validation, null for all of them; floor(max_val_samples / val_batch_size) batches run, at least one.
+    """
+    val_batch_size: PositiveInt | None = 256
+    """Prompts per validation batch; null takes all prompts of a validation at once."""
+    val_num_generations_per_prompt: PositiveInt = 1
+    """Samples per validation prompt; k > 1 adds the metric pass_k."""
+    use_best_at_k: bool = False
+    """Validation's accuracy, in whole and by task, takes the best of a prompt's val_num_generations_per_prompt samples
+    instead of their mean, which is then logged as mean_accuracy.
+    """
+    stop_at_validation_metric: str | None = None
+    """Validation metric that ends the run early, as <name> or val:<name>; null never does."""
+    stop_at_validation_threshold: float | None = None
+    """The run ends, after a checkpoint, once the metric is at least this."""
+    overlong_filtering: bool = False
+    """Take no loss from truncated samples; their rewards still count in the baseline (DAPO)."""
+    should_mask_flagged_samples: bool = False
+    """Take no loss from samples whose environment set mask_sample in their metadata, and leave their rewards out of
+    baselines, deviations, dynamic sampling and the mean reward of a step; validation counts them.
+    """
+    invalid_tool_call_strategy: Literal["mask", "zero_reward"] | None = None
+    """What becomes of samples whose environment set invalid_tool_call in their metadata: mask takes no loss from them
+    and leaves their rewards out as should_mask_flagged_samples does, zero_reward makes their reward 0 before it is
+    scaled and shaped, null leaves them as they are.
+    """
+    advantage_clip_low: float | None = None
+    """Lower clamp on advantages after normalisation; null does not clamp."""
+    advantage_clip_high: float | None = None
+    """Upper clamp on advantages after normalisation; null does not clamp."""
+    use_dynamic_sampling: bool = False
+    """Drop prompt groups whose rewards do not differ and generate more (DAPO)."""
+    dynamic_sampling_max_gen_batches: PositiveInt = 10
+    """Generation batches per step before dynamic sampling gives up with an error."""
+    batch_multiplier: float = Field(1, ge=1)
+    """Loader batch is num_prompts_per_step times this; above 1 only with dynamic sampling."""
     reward_shaping: RewardShapingConfig = Field(RewardShapingConfig(), description="Length penalty.")
     reward_scaling: RewardScalingConfig = Field(RewardScalingConfig(), description="Linear map of rewards.")
     adv_estimator: AdvEstimatorConfig = Field(AdvEstimatorConfig(), description="Advantage estimator.")
-    seq_logprob_error_threshold: float | None = Field(
-        None,
-        description="Sequences whose mean exp|generation - training log-probability| exceeds this are "
-        "masked; null masks none.",
-    )
+    seq_logprob_error_threshold: float | None = None
+    """Sequences whose mean exp|generation - training log-probability| exceeds this are masked; null masks none."""
     invalid_tool_call_advantage: Annotated[float | None, NotYet("flags of assistant messages come from NeMo-Gym")] = (
-        Field(None, description="Advantage given to messages with an invalid tool call.")
+        None
     )
+    """Advantage given to messages with an invalid tool call."""
     malformed_thinking_advantage: Annotated[float | None, NotYet("flags of assistant messages come from NeMo-Gym")] = (
-        Field(None, description="Advantage given to messages with malformed thinking tags.")
+        None
     )
-    skip_reference_policy_logprobs_calculation: bool = Field(
-        False, description="Skip the reference pass; needs a KL penalty of 0, which implies it."
-    )
-    calculate_advantages_on_gpu: bool = Field(
-        False,
-        description="Accepted from older recipes; no effect: advantages are one number per sample, computed "
-        "on the host in microseconds.",
-    )
-    deduplicate_multimodal_data: Annotated[bool, NotYet("vision-language and audio models")] = Field(
-        False, description="Share images between samples of a group."
-    )
-    debug_payload_metrics: bool = Field(
-        False,
-        description="Accepted from older recipes; no effect: data_plane.observability.enabled counts the "
-        "bytes that move between stages.",
-    )
-    topk_logits_k: PositiveInt = Field(
-        64, description="Tokens of the teacher kept per position: its most likely ones. Read with a teacher."
-    )
+    """Advantage given to messages with malformed thinking tags."""
+    skip_reference_policy_logprobs_calculation: bool = False
+    """Skip the reference pass; needs a KL penalty of 0, which implies it."""
+    calculate_advantages_on_gpu: bool = False
+    """Accepted from older recipes; no effect: advantages are one number per sample, computed on the host in
+    microseconds.
+    """
+    deduplicate_multimodal_data: Annotated[bool, NotYet("vision-language and audio models")] = False
+    """Share images between samples of a group."""
+    debug_payload_metrics: bool = False
+    """Accepted from older recipes; no effect: data_plane.observability.enabled counts the bytes that move between
+    stages.
+    """
+    topk_logits_k: PositiveInt = 64
+    """Tokens of the teacher kept per position: its most likely ones. Read with a teacher."""
     seed: int = Field(42, description="Seed of the run: data order, sampling, initial weights.")
     async_grpo: AsyncGRPOConfig = Field(AsyncGRPOConfig(), description="Asynchronous training.")
-    rollout_record: str | None = Field(
-        None, description="Directory to which every step's rollouts are written; null writes none."
-    )
-    rollout_replay: str | None = Field(
-        None, description="Directory from which rollouts are read instead of generating; null generates."
-    )
+    rollout_record: str | None = None
+    """Directory to which every step's rollouts are written; null writes none."""
+    rollout_replay: str | None = None
+    """Directory from which rollouts are read instead of generating; null generates."""
 
 
 class PenaltyTokenIdsConfig(Section):
@@ -227,84 +187,62 @@ class RewardPenaltiesConfig(Section):
     penalize_empty_final_answer: bool = Field(False, description="Penalise an empty final answer.")
     penalize_unwanted_tokens: bool = Field(False, description="Penalise the tokens of token_ids.unwanted.")
     penalize_malformed_think_tag: bool = Field(False, description="Penalise unbalanced thinking tags.")
-    token_ids: PenaltyTokenIdsConfig = Field(
-        PenaltyTokenIdsConfig(), description="Token ids that the penalties look for."
-    )
+    token_ids: PenaltyTokenIdsConfig = PenaltyTokenIdsConfig()
+    """Token ids that the penalties look for."""
 
 
 class TeacherKLConfig(Section):
     """The part of `loss_fn.*` that says how a policy is compared with a teacher."""
 
-    kl_type: Literal["forward", "reverse", "mixed"] = Field(
-        "mixed", description="Divergence from the teacher: KL(teacher || policy), KL(policy || teacher), or both."
-    )
+    kl_type: Literal["forward", "reverse", "mixed"] = "mixed"
+    """Divergence from the teacher: KL(teacher || policy), KL(policy || teacher), or both."""
     mixed_kl_weight: float = Field(0.5, ge=0, le=1, description="mixed: weight of the forward divergence.")
-    zero_outside_topk: bool = Field(
-        False,
-        description="Take the policy's probabilities over the whole vocabulary, and the teacher's outside its top k as "
-        "0 (log-probability -100); false re-normalises both over the top k.",
-    )
+    zero_outside_topk: bool = False
+    """Take the policy's probabilities over the whole vocabulary, and the teacher's outside its top k as 0
+    (log-probability -100); false re-normalises both over the top k.
+    """
 
 
 class ClippedPGLossConfig(TeacherKLConfig):
     """`loss_fn.*`."""
 
-    loss_class: str | None = Field(
-        None,
-        alias="class",
-        description="Dotted path of a loss of your own, built with this section; null: the clipped loss.",
-    )
-    reference_policy_kl_penalty: NonNegativeFloat = Field(
-        0.01, description="Weight of the KL term to the reference policy; 0 loads no reference model."
-    )
-    teacher_kl_penalty: NonNegativeFloat = Field(
-        0.0, description="Weight of the divergence from `teacher`, instead of the KL to the reference policy."
-    )
-    reference_policy_kl_type: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="KL estimator (http://joschu.net/blog/kl-approx.html)."
-    )
-    kl_input_clamp_value: float | None = Field(
-        20.0, description="Clamp on the log-ratio before the estimator; null does not clamp."
-    )
+    loss_class: str | None = Field(None, alias="class")
+    """Dotted path of a loss of your own, built with this section; null: the clipped loss."""
+    reference_policy_kl_penalty: NonNegativeFloat = 0.01
+    """Weight of the KL term to the reference policy; 0 loads no reference model."""
+    teacher_kl_penalty: NonNegativeFloat = 0.0
+    """Weight of the divergence from `teacher`, instead of the KL to the reference policy."""
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """KL estimator (http://joschu.net/blog/kl-approx.html)."""
+    kl_input_clamp_value: float | None = 20.0
+    """Clamp on the log-ratio before the estimator; null does not clamp."""
     kl_output_clamp_value: float | None = Field(10.0, description="Clamp on the KL of a token; null does not clamp.")
     ratio_clip_min: NonNegativeFloat = Field(0.2, description="The ratio is clipped below at 1 - this.")
     ratio_clip_max: NonNegativeFloat = Field(0.2, description="The ratio is clipped above at 1 + this.")
-    ratio_clip_c: float | None = Field(
-        None, gt=1, description="Dual clip: bound -A*c for negative advantages; null is off, usual is 3."
-    )
-    use_on_policy_kl_approximation: bool = Field(
-        False, description="Weigh the KL by the ratio of the current to the generating policy."
-    )
-    use_kl_in_reward: bool = Field(
-        False, description="Subtract the KL from the reward instead of adding it to the loss (reinforce_plus_plus)."
-    )
-    use_importance_sampling_correction: bool = Field(
-        False, description="Weigh tokens by training over generation probability."
-    )
-    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = Field(
-        None, description="How importance weights are truncated."
-    )
-    truncated_importance_sampling_ratio: float | None = Field(
-        None, gt=0, description="Upper bound of the importance weight; null does not truncate."
-    )
-    truncated_importance_sampling_ratio_min: float | None = Field(
-        None, ge=0, description="Lower bound; mandatory for icepop and seq-mask-tis."
-    )
-    sequence_level_importance_ratios: bool = Field(
-        False, description="One ratio per sequence (GSPO); needs token_level_loss false."
-    )
-    token_level_loss: bool = Field(
-        True, description="Average over all tokens of the batch; false averages each sequence first."
-    )
+    ratio_clip_c: float | None = Field(None, gt=1)
+    """Dual clip: bound -A*c for negative advantages; null is off, usual is 3."""
+    use_on_policy_kl_approximation: bool = False
+    """Weigh the KL by the ratio of the current to the generating policy."""
+    use_kl_in_reward: bool = False
+    """Subtract the KL from the reward instead of adding it to the loss (reinforce_plus_plus)."""
+    use_importance_sampling_correction: bool = False
+    """Weigh tokens by training over generation probability."""
+    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
+    """How importance weights are truncated."""
+    truncated_importance_sampling_ratio: float | None = Field(None, gt=0)
+    """Upper bound of the importance weight; null does not truncate."""
+    truncated_importance_sampling_ratio_min: float | None = Field(None, ge=0)
+    """Lower bound; mandatory for icepop and seq-mask-tis."""
+    sequence_level_importance_ratios: bool = False
+    """One ratio per sequence (GSPO); needs token_level_loss false."""
+    token_level_loss: bool = True
+    """Average over all tokens of the batch; false averages each sequence first."""
     force_on_policy_ratio: bool = Field(False, description="Take the ratio as 1; needs one optimizer step per RL step.")
-    use_cispo: bool = Field(
-        False,
-        description="CISPO: clipped, detached ratio times the log-probability (https://arxiv.org/abs/2506.13585).",
-    )
+    use_cispo: bool = False
+    """CISPO: clipped, detached ratio times the log-probability (https://arxiv.org/abs/2506.13585)."""
     disable_ppo_ratio: bool = Field(False, description="REINFORCE: no ratio at all.")
-    positive_example_nll_weight: NonNegativeFloat = Field(
-        0.0, description="Weight of VAPO's negative log-likelihood on rewarded samples."
-    )
+    positive_example_nll_weight: NonNegativeFloat = 0.0
+    """Weight of VAPO's negative log-likelihood on rewarded samples."""
 
     @property
     def reads_advantages(self) -> bool:
@@ -355,18 +293,15 @@ class SFTConfig(Section):
     """`sft.*`."""
 
     max_num_epochs: PositiveInt = Field(1, description="Passes over the training data.")
-    max_num_steps: PositiveInt = Field(
-        60, description="Optimizer steps; whichever of epochs and steps is reached first ends the run."
-    )
+    max_num_steps: PositiveInt = 60
+    """Optimizer steps; whichever of epochs and steps is reached first ends the run."""
     val_period: int = Field(10, description="Steps between validations; 0 or less switches them off.")
     val_batches: int = Field(8, description="Batches per validation; 0 or less takes all.")
     val_global_batch_size: PositiveInt = Field(32, description="Samples per validation batch.")
-    val_micro_batch_size: PositiveInt = Field(
-        1, description="Samples per validation microbatch and data-parallel rank."
-    )
+    val_micro_batch_size: PositiveInt = 1
+    """Samples per validation microbatch and data-parallel rank."""
     val_at_start: bool = Field(True, description="Validate before the first step; logged as step 0.")
     val_at_end: bool = Field(False, description="Validate after the last step.")
-    only_unmask_final: bool = Field(
-        False, description="Train on the last message of a conversation only, not on every answer in it."
-    )
+    only_unmask_final: bool = False
+    """Train on the last message of a conversation only, not on every answer in it."""
     seed: int = Field(42, description="Seed of the run: data order and initial weights.")

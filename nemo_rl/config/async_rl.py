@@ -17,12 +17,10 @@ class SamplerConfig(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    name: Literal["in_order", "ready_first", "weight_fifo", "windowed", "custom"] = Field(
-        "in_order", description="Which ready prompt groups are trained next."
-    )
-    max_lookahead_versions: NonNegativeInt = Field(
-        1, description="in_order: how many versions ahead prompts are dispatched."
-    )
+    name: Literal["in_order", "ready_first", "weight_fifo", "windowed", "custom"] = "in_order"
+    """Which ready prompt groups are trained next."""
+    max_lookahead_versions: NonNegativeInt = 1
+    """in_order: how many versions ahead prompts are dispatched."""
     max_staleness_versions: NonNegativeInt = Field(1, description="Others: how many versions old a group may be.")
     sample_freshest_first: bool = Field(False, description="windowed: newest groups first.")
     target: str | None = Field(None, description="custom: module:Class.")
@@ -57,19 +55,15 @@ class RolloutFailureConfig(Section):
     max_skipped_prompts: NonNegativeInt = Field(0, description="Prompts that a run may skip.")
     max_consecutive_dropped_prompts: NonNegativeInt = Field(0, description="Prompts that may be dropped in a row.")
     min_step_batch_fraction: float = Field(0.9, gt=0, le=1, description="Share of a step's prompts that must remain.")
-    on_dropped_prompt: Literal["shrink", "replace"] = Field(
-        "shrink", description="Train on fewer prompts, or take others."
-    )
-    max_replacement_attempts: Annotated[NonNegativeInt, NotYet("dropping and replacing prompts")] = Field(
-        1, description="Replacements per dropped prompt."
-    )
-    replacement_reserve_prompts: Annotated[NonNegativeInt, NotYet("dropping and replacing prompts")] = Field(
-        1, description="Prompts held in reserve."
-    )
+    on_dropped_prompt: Literal["shrink", "replace"] = "shrink"
+    """Train on fewer prompts, or take others."""
+    max_replacement_attempts: Annotated[NonNegativeInt, NotYet("dropping and replacing prompts")] = 1
+    """Replacements per dropped prompt."""
+    replacement_reserve_prompts: Annotated[NonNegativeInt, NotYet("dropping and replacing prompts")] = 1
+    """Prompts held in reserve."""
     native: NativeTimeoutsConfig = Field(NativeTimeoutsConfig(), description="Deadlines of this package's rollouts.")
-    nemo_gym: Annotated[GymTimeoutsConfig, NotYet("NeMo-Gym trajectories")] = Field(
-        GymTimeoutsConfig(), description="Deadlines of NeMo-Gym's rollouts."
-    )
+    nemo_gym: Annotated[GymTimeoutsConfig, NotYet("NeMo-Gym trajectories")] = GymTimeoutsConfig()
+    """Deadlines of NeMo-Gym's rollouts."""
 
 
 class StallWatchdogConfig(Section):
@@ -78,9 +72,8 @@ class StallWatchdogConfig(Section):
     interval_s: float = Field(30, gt=0, description="Accepted with any value; a stall is seen when it happens.")
     stall_timeout_s: float = Field(600, gt=0, description="Seconds without progress that count as a stall.")
     stall_action: Literal["warn", "abort"] = Field("warn", description="What a stall does.")
-    gym_subprocess_check: bool = Field(
-        True, description="Accepted with any value; an episode fails by name when a server of NeMo-Gym has ended."
-    )
+    gym_subprocess_check: bool = True
+    """Accepted with any value; an episode fails by name when a server of NeMo-Gym has ended."""
 
 
 class GenerationFleetHealthConfig(Section):
@@ -113,29 +106,25 @@ class AsyncRLConfig(Section):
 
     sampler: SamplerConfig = Field(SamplerConfig(), description="Choice of groups to train.")
     min_groups_for_streaming_train: PositiveInt = Field(32, description="Prompt groups that start a training chunk.")
-    min_prompt_groups_per_batch: PositiveInt | None = Field(
-        None, description="Another name of min_groups_for_streaming_train, which it overrides."
-    )
-    target_prompt_groups_per_step: PositiveInt | None = Field(
-        None, description="Another name of grpo.num_prompts_per_step, which it must equal."
-    )
+    min_prompt_groups_per_batch: PositiveInt | None = None
+    """Another name of min_groups_for_streaming_train, which it overrides."""
+    target_prompt_groups_per_step: PositiveInt | None = None
+    """Another name of grpo.num_prompts_per_step, which it must equal."""
     max_inflight_prompts: PositiveInt = Field(32, description="Prompts generated at a time.")
-    max_buffered_rollouts: PositiveInt = Field(
-        64,
-        description="Prompt groups that may wait for training; must hold what the sampler looks ahead, and has no "
-        "effect beyond that.",
-    )
-    recompute_kv_cache_after_weight_updates: bool = Field(
-        False, description="Drop the KV cache of running requests after a refit."
-    )
-    diagnostics: Annotated[bool, NotYet("the controller's inner state in the log")] = Field(
-        False, description="Log the controller's inner state."
-    )
+    max_buffered_rollouts: PositiveInt = 64
+    """Prompt groups that may wait for training; must hold what the sampler looks ahead, and has no effect beyond that.
+    """
+    recompute_kv_cache_after_weight_updates: bool = False
+    """Drop the KV cache of running requests after a refit."""
+    diagnostics: Annotated[bool, NotYet("the controller's inner state in the log")] = False
+    """Log the controller's inner state."""
     rollout_failure: RolloutFailureConfig = Field(RolloutFailureConfig(), description="What failed rollouts do.")
     stall_watchdog: StallWatchdogConfig = Field(StallWatchdogConfig(), description="What a stall does.")
-    generation_fleet_health: Annotated[GenerationFleetHealthConfig, NotYet("probes of engines")] = Field(
-        GenerationFleetHealthConfig(), description="Health of the engines."
+    generation_fleet_health: Annotated[GenerationFleetHealthConfig, NotYet("probes of engines")] = (
+        GenerationFleetHealthConfig()
     )
-    generation_router: Annotated[GenerationRouterConfig, NotYet("an address in front of the engines")] = Field(
-        GenerationRouterConfig(), description="One address in front of the engines."
+    """Health of the engines."""
+    generation_router: Annotated[GenerationRouterConfig, NotYet("an address in front of the engines")] = (
+        GenerationRouterConfig()
     )
+    """One address in front of the engines."""

@@ -19,46 +19,37 @@ _TE = "kernels of Transformer Engine"
 class BackendConfig(Section):
     """`policy.dtensor_cfg.automodel_kwargs.backend`: the implementation of each kind of layer."""
 
-    target: str | None = Field(
-        None, alias="_target_", description="Accepted for NeMo-RL's recipes, which name a class; it is not imported."
-    )
+    target: str | None = Field(None, alias="_target_")
+    """Accepted for NeMo-RL's recipes, which name a class; it is not imported."""
     attn: Annotated[
         Literal["sdpa", "eager", "flash_attention_2", "flex", "flex_attention", "te"] | None, NotYet(_TE, ("te",))
-    ] = Field(
-        None,
-        description="Kernel of the block-diagonal attention: sdpa and eager lay sequences side by side; "
-        "flash_attention_2 (half precision) and flex read the "
-        "packed row, on GPUs only. null takes flash_attention_2 where it runs, else sdpa.",
-    )
+    ] = None
+    """Kernel of the block-diagonal attention: sdpa and eager lay sequences side by side; flash_attention_2 (half
+    precision) and flex read the packed row, on GPUs only. null takes flash_attention_2 where it runs, else sdpa.
+    """
     linear: Annotated[Literal["torch", "te"], NotYet(_TE, ("te",))] = Field("torch", description="Linear layers.")
-    rms_norm: Annotated[Literal["torch", "torch_fp32", "te"], NotYet(_TE, ("te",))] = Field(
-        "torch", description="RMS norms; torch and torch_fp32 are the model's own class, which norms in float32."
-    )
+    rms_norm: Annotated[Literal["torch", "torch_fp32", "te"], NotYet(_TE, ("te",))] = "torch"
+    """RMS norms; torch and torch_fp32 are the model's own class, which norms in float32."""
     rope_fusion: Annotated[bool, NotYet(_TE, (True,))] = Field(False, description="Fused rotary embedding.")
     experts: Annotated[
         Literal["torch", "eager", "batched_mm", "grouped_mm", "gmm", "te"],
         BeforeValidator(lambda name: "torch" if name == "torch_mm" else name),
         NotYet("kernels of grouped_gemm and of Transformer Engine", ("gmm", "te")),
-    ] = Field(
-        "torch",
-        description="Products of experts, by transformers' name; torch (or torch_mm) takes the fastest that torch has: "
-        "grouped_mm, else eager.",
-    )
-    dispatcher: Literal["torch", "deepep"] = Field(
-        "torch", description="Accepted for NeMo-RL's recipes; tokens reach experts by all-to-all, with the same result."
-    )
-    enable_deepep: bool = Field(
-        False, description="Accepted for NeMo-RL's recipes; tokens reach experts by all-to-all, with the same result."
-    )
+    ] = "torch"
+    """Products of experts, by transformers' name; torch (or torch_mm) takes the fastest that torch has: grouped_mm,
+    else eager.
+    """
+    dispatcher: Literal["torch", "deepep"] = "torch"
+    """Accepted for NeMo-RL's recipes; tokens reach experts by all-to-all, with the same result."""
+    enable_deepep: bool = False
+    """Accepted for NeMo-RL's recipes; tokens reach experts by all-to-all, with the same result."""
     fake_balanced_gate: Annotated[
         bool, NotYet("routing by turns, which is for speed tests and trains another model", (True,))
     ] = Field(False, description="Route tokens evenly whatever the router says.")
-    enable_hf_state_dict_adapter: bool = Field(
-        True, description="Accepted for NeMo-RL's recipes: checkpoints are Hugging Face's with both values."
-    )
-    enable_fsdp_optimizations: bool = Field(
-        False, description="Accepted for NeMo-RL's recipes: FSDP2 runs the same with both values."
-    )
+    enable_hf_state_dict_adapter: bool = True
+    """Accepted for NeMo-RL's recipes: checkpoints are Hugging Face's with both values."""
+    enable_fsdp_optimizations: bool = False
+    """Accepted for NeMo-RL's recipes: FSDP2 runs the same with both values."""
 
 
 class FreezeConfig(Section):
@@ -76,14 +67,10 @@ class FreezeConfig(Section):
 class AutomodelConfig(Section):
     """`policy.dtensor_cfg.automodel_kwargs`."""
 
-    force_hf: bool = Field(
-        False, description="Accepted for NeMo-RL's recipes: models are transformers' own classes with both values."
-    )
-    use_liger_kernel: bool = Field(
-        False,
-        description="Replace norms, feed-forwards and rotary embeddings by those of the package "
-        "liger-kernel; needs GPUs.",
-    )
+    force_hf: bool = False
+    """Accepted for NeMo-RL's recipes: models are transformers' own classes with both values."""
+    use_liger_kernel: bool = False
+    """Replace norms, feed-forwards and rotary embeddings by those of the package liger-kernel; needs GPUs."""
     backend: BackendConfig = Field(BackendConfig(), description="Implementation of each kind of layer.")
     freeze_config: FreezeConfig = Field(FreezeConfig(), description="Parts of a multimodal model that are not trained.")
 
@@ -91,20 +78,16 @@ class AutomodelConfig(Section):
 class MoEParallelizerConfig(Section):
     """`policy.dtensor_cfg.moe_parallelizer`: how layers with experts are sharded and recomputed."""
 
-    reshard_after_forward: bool = Field(
-        True,
-        description="Drop gathered experts after the forward pass and gather them again for the backward "
-        "pass; false keeps them: faster, more memory.",
-    )
-    ignore_router_for_ac: bool = Field(
-        False,
-        description="With activation_checkpointing, keep the router's scores instead of computing them a second time.",
-    )
-    lm_head_precision: Literal["float32", "float16", "bfloat16"] | None = Field(
-        None,
-        description="Precision of the output projection's product; null takes policy.precision. Weights "
-        "arrive in policy.precision either way.",
-    )
+    reshard_after_forward: bool = True
+    """Drop gathered experts after the forward pass and gather them again for the backward pass; false keeps them:
+    faster, more memory.
+    """
+    ignore_router_for_ac: bool = False
+    """With activation_checkpointing, keep the router's scores instead of computing them a second time."""
+    lm_head_precision: Literal["float32", "float16", "bfloat16"] | None = None
+    """Precision of the output projection's product; null takes policy.precision. Weights arrive in policy.precision
+    either way.
+    """
     wrap_outer_model: Annotated[
         bool,
         NotYet("leaving the outer model out of FSDP, which must gather the output projection for the scores", (False,)),

@@ -50,21 +50,16 @@ class DistillationConfig(GRPOConfig):
 
     num_prompts_per_step: PositiveInt = Field(128, description="Prompts per step.")
     num_generations_per_prompt: PositiveInt = Field(1, description="Samples per prompt.")
-    max_num_epochs: PositiveInt = Field(
-        10, description="Passes over the training data; ignored with several dataloaders."
-    )
-    max_num_steps: PositiveInt = Field(
-        1000, description="Steps; whichever of epochs and steps is reached first ends the run."
-    )
+    max_num_epochs: PositiveInt = 10
+    """Passes over the training data; ignored with several dataloaders."""
+    max_num_steps: PositiveInt = 1000
+    """Steps; whichever of epochs and steps is reached first ends the run."""
     val_period: int = Field(20, description="Steps between validations; 0 or less switches them off.")
-    max_val_samples: PositiveInt | None = Field(
-        512,
-        description="Prompts per validation, null for all of them; floor(max_val_samples / val_batch_size) batches "
-        "run, at least one.",
-    )
-    val_batch_size: PositiveInt | None = Field(
-        64, description="Prompts per validation batch; null takes all prompts of a validation at once."
-    )
+    max_val_samples: PositiveInt | None = 512
+    """Prompts per validation, null for all of them; floor(max_val_samples / val_batch_size) batches run, at least one.
+    """
+    val_batch_size: PositiveInt | None = 64
+    """Prompts per validation batch; null takes all prompts of a validation at once."""
 
 
 class DistillationLossConfig(ClippedPGLossConfig):
@@ -90,9 +85,8 @@ class DistillationLossConfig(ClippedPGLossConfig):
 class TeacherTokenizerConfig(TokenizerConfig):
     """`teacher.tokenizer`."""
 
-    name: Annotated[str, DefaultFrom("${teacher.model_name}")] = Field(
-        "", description="Hugging Face id or path of the tokenizer; its vocabulary must be the policy's."
-    )
+    name: Annotated[str, DefaultFrom("${teacher.model_name}")] = ""
+    """Hugging Face id or path of the tokenizer; its vocabulary must be the policy's."""
 
 
 class TeacherConfig(PolicyConfig):
@@ -107,26 +101,20 @@ class TeacherConfig(PolicyConfig):
     tokenizer: TeacherTokenizerConfig = Field(  # pyrefly: ignore[bad-override-mutable-attribute]
         TeacherTokenizerConfig(), description="The tokenizer."
     )
-    precision: Annotated[Literal["float32", "float16", "bfloat16"], DefaultFrom("${..policy.precision}")] = Field(
-        "bfloat16", description="Compute precision."
-    )
-    max_total_sequence_length: Annotated[PositiveInt, DefaultFrom("${..policy.max_total_sequence_length}")] = Field(
-        512, description="Prompt and response together, in tokens, at most; no less than the policy's."
-    )
-    backend: Literal["policy", "vllm"] = Field(
-        "policy",
-        description="What computes it: policy, the training backend that its keys choose; or vllm, engines with the "
-        "options of teacher.generation.vllm_cfg and vllm_kwargs.",
-    )
-    job: str | None = Field(
-        None,
-        description="The job of the pool whose engines score the samples, for several students; null: the run has a "
-        "teacher of its own.",
-    )
-    colocated: ColocatedConfig = Field(
-        ColocatedConfig(),
-        description="Where it computes: in turn with the policy on the accelerators of training, or on its own.",
-    )
+    precision: Annotated[Literal["float32", "float16", "bfloat16"], DefaultFrom("${..policy.precision}")] = "bfloat16"
+    """Compute precision."""
+    max_total_sequence_length: Annotated[PositiveInt, DefaultFrom("${..policy.max_total_sequence_length}")] = 512
+    """Prompt and response together, in tokens, at most; no less than the policy's."""
+    backend: Literal["policy", "vllm"] = "policy"
+    """What computes it: policy, the training backend that its keys choose; or vllm, engines with the options of
+    teacher.generation.vllm_cfg and vllm_kwargs.
+    """
+    job: str | None = None
+    """The job of the pool whose engines score the samples, for several students; null: the run has a teacher of its
+    own.
+    """
+    colocated: ColocatedConfig = ColocatedConfig()
+    """Where it computes: in turn with the policy on the accelerators of training, or on its own."""
 
 
 class TeacherSizesConfig(Section):
@@ -136,55 +124,44 @@ class TeacherSizesConfig(Section):
     pipeline_model_parallel_size: PositiveInt = Field(1, description="Pipeline stages; more than 1 takes Megatron.")
     context_parallel_size: PositiveInt = Field(1, description="Ranks that share each sequence.")
     expert_model_parallel_size: PositiveInt = Field(1, description="Ranks that share the experts.")
-    moe_shared_expert_overlap: Annotated[bool, NotYet("shared experts beside the exchange of tokens")] = Field(
-        False, description="Compute shared experts while tokens travel."
-    )
+    moe_shared_expert_overlap: Annotated[bool, NotYet("shared experts beside the exchange of tokens")] = False
+    """Compute shared experts while tokens travel."""
     num_nodes: NonNegativeInt = Field(0, description="Whole nodes, in a cluster of several.")
     gpus_per_node: PositiveInt | None = Field(None, description="Accelerators per node.")
-    precision: Literal["float32", "float16", "bfloat16", "bf16", "fp16", "fp32"] | None = Field(
-        None, description="Compute precision; null: the policy's."
-    )
+    precision: Literal["float32", "float16", "bfloat16", "bf16", "fp16", "fp32"] | None = None
+    """Compute precision; null: the policy's."""
     micro_batch_size: PositiveInt = Field(1, description="Samples per microbatch and data-parallel rank.")
 
 
 class NonColocatedTeachersConfig(Section):
     """`on_policy_distillation.non_colocated_teachers`."""
 
-    enabled: bool = Field(
-        False, description="Give every teacher accelerators of its own; false computes in turn with the policy."
-    )
+    enabled: bool = False
+    """Give every teacher accelerators of its own; false computes in turn with the policy."""
     default_teacher_cfg: TeacherSizesConfig = Field(TeacherSizesConfig(), description="How teachers compute.")
-    teacher_overrides: dict[str, dict[str, object]] = Field(
-        default_factory=dict, description="Other values of these keys, by agent or data set."
-    )
+    teacher_overrides: dict[str, dict[str, object]] = Field(default_factory=dict)
+    """Other values of these keys, by agent or data set."""
 
 
 class OnPolicyDistillationConfig(Section):
     """`on_policy_distillation.*`: several teachers, whose log-probabilities of the sampled tokens become advantages."""
 
     enabled: bool = Field(False, description="Learn from teachers; needs grpo.adv_estimator.name: opd.")
-    teacher_model_by_agent_name: dict[str, str] = Field(
-        default_factory=dict, description="The teacher's model, by agent or data set."
-    )
-    default_teacher_alias: str | None = Field(
-        None, description="The entry of teacher_model_by_agent_name for samples of all others; null: there is none."
-    )
-    deduplicate_shared_teacher_checkpoints: bool = Field(
-        True, description="Load a model that several entries name once."
-    )
-    backend: Literal["policy", "vllm"] = Field(
-        "policy",
-        description="What computes the teachers: policy, the policy's training backend; or vllm, engines with the "
-        "options of policy.generation.vllm_cfg and vllm_kwargs.",
-    )
-    job_by_agent_name: dict[str, str] = Field(
-        default_factory=dict,
-        description="The job of the pool that serves the teacher, by agent or data set; needs backend vllm. Empty: the "
-        "run has its own.",
-    )
-    strict_agent_name_match: bool = Field(
-        False, description="Refuse data sets without a teacher of their own, though there is a default."
-    )
-    non_colocated_teachers: NonColocatedTeachersConfig = Field(
-        NonColocatedTeachersConfig(), description="Teachers on accelerators of their own."
-    )
+    teacher_model_by_agent_name: dict[str, str] = Field(default_factory=dict)
+    """The teacher's model, by agent or data set."""
+    default_teacher_alias: str | None = None
+    """The entry of teacher_model_by_agent_name for samples of all others; null: there is none."""
+    deduplicate_shared_teacher_checkpoints: bool = True
+    """Load a model that several entries name once."""
+    backend: Literal["policy", "vllm"] = "policy"
+    """What computes the teachers: policy, the policy's training backend; or vllm, engines with the options of
+    policy.generation.vllm_cfg and vllm_kwargs.
+    """
+    job_by_agent_name: dict[str, str] = Field(default_factory=dict)
+    """The job of the pool that serves the teacher, by agent or data set; needs backend vllm. Empty: the run has its
+    own.
+    """
+    strict_agent_name_match: bool = False
+    """Refuse data sets without a teacher of their own, though there is a default."""
+    non_colocated_teachers: NonColocatedTeachersConfig = NonColocatedTeachersConfig()
+    """Teachers on accelerators of their own."""

@@ -78,20 +78,16 @@ class MasterConfig(RootConfig):
     loss_fn: ClippedPGLossConfig = Field(ClippedPGLossConfig(), description="The loss.")
     grpo: GRPOConfig = Field(GRPOConfig(), description="The training loop.")
     env: EnvConfig = Field(EnvConfig(), description="Environments, by name.")
-    reward_penalties: Annotated[RewardPenaltiesConfig, NotYet("NeMo-Gym trajectories")] = Field(
-        RewardPenaltiesConfig(), description="Penalties of NeMo-Gym."
-    )
+    reward_penalties: Annotated[RewardPenaltiesConfig, NotYet("NeMo-Gym trajectories")] = RewardPenaltiesConfig()
+    """Penalties of NeMo-Gym."""
     data_plane: DataPlaneConfig = Field(DataPlaneConfig(), description="Where rollouts live.")
     weight_sync: WeightSyncConfig = Field(WeightSyncConfig(), description="How weights travel to generation.")
-    teacher: TeacherConfig | None = Field(
-        None, description="A frozen model whose distributions the policy is compared with."
-    )
-    on_policy_distillation: OnPolicyDistillationConfig = Field(
-        OnPolicyDistillationConfig(), description="Learning from several teachers by advantages."
-    )
-    async_rl: AsyncRLConfig | None = Field(
-        None, description="Training on prompt groups as they finish (the single controller)."
-    )
+    teacher: TeacherConfig | None = None
+    """A frozen model whose distributions the policy is compared with."""
+    on_policy_distillation: OnPolicyDistillationConfig = OnPolicyDistillationConfig()
+    """Learning from several teachers by advantages."""
+    async_rl: AsyncRLConfig | None = None
+    """Training on prompt groups as they finish (the single controller)."""
 
     @classmethod
     def section(cls) -> Literal["grpo", "distillation"]:
@@ -140,37 +136,30 @@ class SFTMasterConfig(RootConfig):
         DataConfig(default=DatasetDefaults(prompt_file=None, processor="sft_processor")),
         description="Datasets.",
     )
-    checkpointing: CheckpointingConfig = Field(
-        CheckpointingConfig(checkpoint_dir="results/sft", metric_name="val:val_loss", higher_is_better=False),
-        description="Checkpoints.",
+    checkpointing: CheckpointingConfig = CheckpointingConfig(
+        checkpoint_dir="results/sft", metric_name="val:val_loss", higher_is_better=False
     )
+    """Checkpoints."""
 
 
 class MultiLoraConfig(Section):
     """`multi_lora`: adapters that share one base model."""
 
     slots: PositiveInt = Field(4, description="Adapters that the job holds at once; each takes memory when it joins.")
-    weight: float = Field(
-        1.0, gt=0, description="Share of an adapter in training passes, relative to the others; set in its own file."
-    )
-    pass_tokens: PositiveInt | None = Field(
-        None,
-        description="Tokens of a training pass, at most: adapters whose steps do not fit wait for a later pass; one "
-        "step alone may be larger. null has no limit.",
-    )
-    pass_share: float = Field(
-        0.5,
-        gt=0,
-        le=1,
-        description="Share of the adapters in a training pass, at most, rounded up; the others generate meanwhile. 1 "
-        "has all share one pass.",
-    )
-    wait_s: float = Field(
-        0.5, ge=0, description="Seconds that a ready adapter waits for others to share its training pass."
-    )
-    http_port: int = Field(
-        0, ge=0, le=65535, description="Port of add, remove and list on this machine's loopback; 0 takes a free one."
-    )
+    weight: float = Field(1.0, gt=0)
+    """Share of an adapter in training passes, relative to the others; set in its own file."""
+    pass_tokens: PositiveInt | None = None
+    """Tokens of a training pass, at most: adapters whose steps do not fit wait for a later pass; one step alone may be
+    larger. null has no limit.
+    """
+    pass_share: float = Field(0.5, gt=0, le=1)
+    """Share of the adapters in a training pass, at most, rounded up; the others generate meanwhile. 1 has all share one
+    pass.
+    """
+    wait_s: float = Field(0.5, ge=0)
+    """Seconds that a ready adapter waits for others to share its training pass."""
+    http_port: int = Field(0, ge=0, le=65535)
+    """Port of add, remove and list on this machine's loopback; 0 takes a free one."""
 
 
 class MultiLoraMasterConfig(MasterConfig):

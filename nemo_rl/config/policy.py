@@ -35,100 +35,77 @@ def can_name_a_model(name: str) -> bool:
 class TokenizerConfig(Section):
     """`policy.tokenizer`."""
 
-    name: Annotated[str, DefaultFrom("${policy.model_name}")] = Field(
-        "Qwen/Qwen2.5-1.5B", description="Hugging Face id or path of the tokenizer."
-    )
-    chat_template: Annotated[str | None, AbsentIsDefault()] = Field(
-        "default",
-        description="`default`: the model's own; null: contents are concatenated; a path ending in .jinja: "
-        "that file; anything else: the template.",
-    )
-    chat_template_kwargs: dict[str, object] | None = Field(
-        None, description="Variables for the chat template, e.g. enable_thinking; one that it does not read is refused."
-    )
+    name: Annotated[str, DefaultFrom("${policy.model_name}")] = "Qwen/Qwen2.5-1.5B"
+    """Hugging Face id or path of the tokenizer."""
+    chat_template: Annotated[str | None, AbsentIsDefault()] = "default"
+    """`default`: the model's own; null: contents are concatenated; a path ending in .jinja: that file; anything else:
+    the template.
+    """
+    chat_template_kwargs: dict[str, object] | None = None
+    """Variables for the chat template, e.g. enable_thinking; one that it does not read is refused."""
     use_fastokens: bool = Field(False, description="Tokenize with the fastokens package.")
-    audio: Annotated[dict[str, object] | None, NotYet("vision-language and audio models")] = Field(
-        None, description="Audio processor options."
-    )
-    video: Annotated[dict[str, object] | None, NotYet("vision-language and audio models")] = Field(
-        None, description="Video processor options."
-    )
+    audio: Annotated[dict[str, object] | None, NotYet("vision-language and audio models")] = None
+    """Audio processor options."""
+    video: Annotated[dict[str, object] | None, NotYet("vision-language and audio models")] = None
+    """Video processor options."""
 
 
 class LoraConfig(Section):
     """`policy.dtensor_cfg.lora_cfg`."""
 
     enabled: bool = Field(False, description="Train low-rank adapters instead of the weights.")
-    target_modules: list[str] = Field(
-        default_factory=list,
-        description="Linear layers that get an adapter: whole names, last parts or patterns; read with "
-        "match_all_linear: false.",
-    )
+    target_modules: list[str] = Field(default_factory=list)
+    """Linear layers that get an adapter: whole names, last parts or patterns; read with match_all_linear: false."""
     exclude_modules: list[str] = Field(default_factory=list, description="Layers that get none, named the same way.")
     match_all_linear: bool = Field(True, description="Adapt every linear layer but the output projection.")
     dim: PositiveInt = Field(8, description="Rank.")
     alpha: PositiveInt = Field(32, description="Scale times rank: the product of the factors counts alpha / dim.")
     dropout: float = Field(0.0, ge=0, le=1, description="Dropout probability.")
     dropout_position: Literal["pre", "post"] = Field("post", description="Dropout before or after the adapter.")
-    lora_A_init: Literal["xavier", "kaiming", "uniform"] = Field(
-        "xavier", description="Initialisation of the first factor; the second is 0. kaiming and uniform are the same."
-    )
-    sync: Literal["merged", "adapter"] = Field(
-        "merged",
-        description="What a refit sends: whole weights with adapters added, or the adapters alone, which the engines "
-        "add to the weights of their own model files.",
-    )
+    lora_A_init: Literal["xavier", "kaiming", "uniform"] = "xavier"
+    """Initialisation of the first factor; the second is 0. kaiming and uniform are the same."""
+    sync: Literal["merged", "adapter"] = "merged"
+    """What a refit sends: whole weights with adapters added, or the adapters alone, which the engines add to the
+    weights of their own model files.
+    """
     use_triton: bool = Field(True, description="Accepted for NeMo-RL's recipes: both values are torch's products here.")
 
 
 class DTensorConfig(Section):
     """`policy.dtensor_cfg`: FSDP2 with DTensor parallelism; data parallel size is world / (tensor * context)."""
 
-    enabled: bool = Field(
-        True, description="Train with this backend; exactly one of dtensor_cfg and megatron_cfg is enabled."
-    )
-    v2: bool = Field(
-        True, alias="_v2", description="Accepted for NeMo-RL's two workers; both values are the same worker here."
-    )
-    cpu_offload: bool = Field(
-        False, description="Keep parameters, gradients and optimizer state on the host between uses."
-    )
-    sequence_parallel: bool = Field(
-        False, description="Shard activations along the sequence between tensor-parallel regions."
-    )
+    enabled: bool = True
+    """Train with this backend; exactly one of dtensor_cfg and megatron_cfg is enabled."""
+    v2: bool = Field(True, alias="_v2")
+    """Accepted for NeMo-RL's two workers; both values are the same worker here."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state on the host between uses."""
+    sequence_parallel: bool = False
+    """Shard activations along the sequence between tensor-parallel regions."""
     activation_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
     tensor_parallel_size: PositiveInt = Field(1, description="Ranks that share each layer.")
     context_parallel_size: PositiveInt = Field(1, description="Ranks that share each sequence.")
-    custom_parallel_plan: str | None = Field(
-        None, description="Dotted path of a tensor-parallel plan (mapping, or function that returns one)."
-    )
-    torch_compile: bool | None = Field(
-        None,
-        description="Compile decoder layers with torch.compile: a slower first step, faster ones after it. null "
-        "compiles on GPUs whose ranks hold whole layers (no tensor, context or expert parallelism), without Liger. "
-        "With router replay routers stay out, and null compiles nothing where layers are recomputed.",
-    )
-    automodel_kwargs: AutomodelConfig = Field(
-        AutomodelConfig(), description="Options that NeMo-RL hands to NeMo-Automodel."
-    )
-    expert_parallel_size: PositiveInt = Field(
-        1,
-        description="Ranks among which each layer's experts are shared out; divides the ranks that share one "
-        "copy of the parameters.",
-    )
-    dp_replicate_size: PositiveInt = Field(
-        1, description="HSDP: replicas of the sharded model within the data-parallel ranks."
-    )
-    defer_fsdp_grad_sync: bool = Field(
-        False, description="Reduce gradients once per optimizer step instead of per microbatch."
-    )
-    moe_parallelizer: MoEParallelizerConfig = Field(
-        MoEParallelizerConfig(), description="How layers with experts are sharded and recomputed."
-    )
+    custom_parallel_plan: str | None = None
+    """Dotted path of a tensor-parallel plan (mapping, or function that returns one)."""
+    torch_compile: bool | None = None
+    """Compile decoder layers with torch.compile: a slower first step, faster ones after it. null compiles on GPUs whose
+    ranks hold whole layers (no tensor, context or expert parallelism), without Liger. With router replay routers stay
+    out, and null compiles nothing where layers are recomputed.
+    """
+    automodel_kwargs: AutomodelConfig = AutomodelConfig()
+    """Options that NeMo-RL hands to NeMo-Automodel."""
+    expert_parallel_size: PositiveInt = 1
+    """Ranks among which each layer's experts are shared out; divides the ranks that share one copy of the parameters.
+    """
+    dp_replicate_size: PositiveInt = 1
+    """HSDP: replicas of the sharded model within the data-parallel ranks."""
+    defer_fsdp_grad_sync: bool = False
+    """Reduce gradients once per optimizer step instead of per microbatch."""
+    moe_parallelizer: MoEParallelizerConfig = MoEParallelizerConfig()
+    """How layers with experts are sharded and recomputed."""
     env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables of the workers.")
-    clear_cache_every_n_steps: PositiveInt | None = Field(
-        None, description="Empty the accelerator's cache every so many microbatches; null never."
-    )
+    clear_cache_every_n_steps: PositiveInt | None = None
+    """Empty the accelerator's cache every so many microbatches; null never."""
     lora_cfg: LoraConfig = Field(LoraConfig(), description="Low-rank adapters; the other weights stay as they are.")
 
 
@@ -139,10 +116,8 @@ class OptimizerConfig(Section):
     """`policy.optimizer`: a torch optimizer by dotted name."""
 
     name: str = Field("torch.optim.AdamW", description="Dotted name of the class.")
-    kwargs: dict[str, Any] = Field(
-        {"lr": 5.0e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1.0e-8},
-        description="Its keyword arguments besides the parameters.",
-    )
+    kwargs: dict[str, Any] = Field({"lr": 5.0e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1.0e-8})
+    """Its keyword arguments besides the parameters."""
 
     @field_validator("kwargs")
     @classmethod
@@ -162,9 +137,8 @@ class SchedulerConfig(Section):
 
     name: str | None = Field(None, description="Dotted name of the scheduler class.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Its keyword arguments besides the optimizer.")
-    milestones: list[NonNegativeInt] | None = Field(
-        None, description="RL steps at which the next scheduler takes over (SequentialLR)."
-    )
+    milestones: list[NonNegativeInt] | None = None
+    """RL steps at which the next scheduler takes over (SequentialLR)."""
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> SchedulerConfig:
@@ -190,12 +164,10 @@ class DynamicBatchingConfig(Section):
     """`policy.dynamic_batching`: microbatches of similar lengths under a token budget; excludes packing."""
 
     enabled: bool = Field(False, description="Form microbatches by token budget.")
-    train_mb_tokens: Annotated[PositiveInt, DefaultFrom(_TRAIN_TOKENS)] = Field(
-        2048, description="Padded tokens per training microbatch, at most."
-    )
-    logprob_mb_tokens: Annotated[PositiveInt, DefaultFrom(_LOGPROB_TOKENS)] = Field(
-        2048, description="Padded tokens per log-probability microbatch."
-    )
+    train_mb_tokens: Annotated[PositiveInt, DefaultFrom(_TRAIN_TOKENS)] = 2048
+    """Padded tokens per training microbatch, at most."""
+    logprob_mb_tokens: Annotated[PositiveInt, DefaultFrom(_LOGPROB_TOKENS)] = 2048
+    """Padded tokens per log-probability microbatch."""
     sequence_length_round: PositiveInt = Field(64, description="Lengths are rounded up to a multiple of this.")
 
 
@@ -205,28 +177,22 @@ class SequencePackingConfig(Section):
     """
 
     enabled: bool = Field(True, description="Pack sequences.")
-    train_mb_tokens: Annotated[PositiveInt, DefaultFrom(_TRAIN_TOKENS)] = Field(
-        2048, description="Tokens per packed training row, at most."
-    )
-    logprob_mb_tokens: Annotated[PositiveInt, DefaultFrom(_LOGPROB_TOKENS)] = Field(
-        2048, description="Tokens per packed log-probability row."
-    )
+    train_mb_tokens: Annotated[PositiveInt, DefaultFrom(_TRAIN_TOKENS)] = 2048
+    """Tokens per packed training row, at most."""
+    logprob_mb_tokens: Annotated[PositiveInt, DefaultFrom(_LOGPROB_TOKENS)] = 2048
+    """Tokens per packed log-probability row."""
     algorithm: Annotated[
         Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"],
         BeforeValidator(lambda name: "modified_first_fit_decreasing" if name == "modified_ffd" else name),
-    ] = Field(
-        "modified_first_fit_decreasing", description="Bin-packing algorithm; modified_ffd is the default's short name."
-    )
-    microbatch_order: Literal["packer", "largest_first"] = Field(
-        "packer", description="Order of the packed rows within a step."
-    )
+    ] = "modified_first_fit_decreasing"
+    """Bin-packing algorithm; modified_ffd is the default's short name."""
+    microbatch_order: Literal["packer", "largest_first"] = "packer"
+    """Order of the packed rows within a step."""
     sequence_length_round: PositiveInt = Field(64, description="On GPUs packed rows are padded to a multiple of this.")
-    share_prompts: bool | None = Field(
-        None,
-        description="Compute what the samples of a prompt begin with once per packed row instead of once per sample, "
-        "in scoring and training; scores and gradients are the same up to rounding. null: on GPUs under DTensor "
-        "without context parallelism.",
-    )
+    share_prompts: bool | None = None
+    """Compute what the samples of a prompt begin with once per packed row instead of once per sample, in scoring and
+    training; scores and gradients are the same up to rounding. null: on GPUs under DTensor without context parallelism.
+    """
 
 
 class DraftConfig(Section):
@@ -236,33 +202,27 @@ class DraftConfig(Section):
     model_name: str | None = Field(None, description="Hugging Face id or path of the draft model.")
     loss_weight: float = Field(0.1, description="Weight of the draft loss.")
     num_layers: PositiveInt | None = Field(None, description="Layers of a new draft model.")
-    aux_layer_indices: list[int] | None = Field(
-        None, description="Policy layers whose hidden states the draft model reads."
-    )
+    aux_layer_indices: list[int] | None = None
+    """Policy layers whose hidden states the draft model reads."""
 
 
 class RewardModelConfig(Section):
     """`policy.reward_model_cfg`."""
 
     enabled: bool = Field(False, description="Give the model a reward head.")
-    reward_model_type: Literal["bradley_terry", "regression"] = Field(
-        "bradley_terry", description="Kind of reward head."
-    )
+    reward_model_type: Literal["bradley_terry", "regression"] = "bradley_terry"
+    """Kind of reward head."""
 
 
 class RouterReplayConfig(Section):
     """`policy.router_replay`."""
 
-    enabled: bool = Field(
-        False,
-        description="Record which experts generation chose for every token, and choose the same ones when the policy "
-        "scores and trains it; the reference chooses for itself.",
-    )
-    compare_period: NonNegativeInt = Field(
-        0,
-        description="Every how many steps a further forward pass measures what `gen_kl_error` would be without replay; "
-        "0: never.",
-    )
+    enabled: bool = False
+    """Record which experts generation chose for every token, and choose the same ones when the policy scores and trains
+    it; the reference chooses for itself.
+    """
+    compare_period: NonNegativeInt = 0
+    """Every how many steps a further forward pass measures what `gen_kl_error` would be without replay; 0: never."""
 
 
 class PolicyConfig(Section):
@@ -272,80 +232,57 @@ class PolicyConfig(Section):
     tokenizer: TokenizerConfig = Field(TokenizerConfig(), description="The tokenizer.")
     train_global_batch_size: PositiveInt = Field(512, description="Samples per optimizer step.")
     train_micro_batch_size: PositiveInt = Field(4, description="Samples per microbatch and data-parallel rank.")
-    logprob_batch_size: Annotated[PositiveInt, DefaultFrom("${policy.train_micro_batch_size}")] = Field(
-        4, description="Samples per log-probability microbatch and data-parallel rank."
-    )
+    logprob_batch_size: Annotated[PositiveInt, DefaultFrom("${policy.train_micro_batch_size}")] = 4
+    """Samples per log-probability microbatch and data-parallel rank."""
     generation_batch_size: PositiveInt = Field(32, description="Accepted from older recipes; vLLM batches on its own.")
     max_total_sequence_length: PositiveInt = Field(512, description="Prompt and response together, in tokens, at most.")
-    precision: Literal["float32", "float16", "bfloat16"] = Field(
-        "bfloat16", description="Compute precision; weights and gradients are kept in float32."
-    )
-    logprob_chunk_size: PositiveInt | None = Field(
-        None, description="Tokens whose logits become log-probabilities at a time; null takes all."
-    )
-    offload_optimizer_for_logprob: bool = Field(
-        False, description="Move the optimizer state to the host during log-probability passes."
-    )
+    precision: Literal["float32", "float16", "bfloat16"] = "bfloat16"
+    """Compute precision; weights and gradients are kept in float32."""
+    logprob_chunk_size: PositiveInt | None = None
+    """Tokens whose logits become log-probabilities at a time; null takes all."""
+    offload_optimizer_for_logprob: bool = False
+    """Move the optimizer state to the host during log-probability passes."""
     make_sequence_length_divisible_by: Annotated[
         PositiveInt, DefaultFrom("${policy.dtensor_cfg.tensor_parallel_size}")
-    ] = Field(
-        1,
-        description="Rows are padded on the right to a multiple of this, and of what sequence and context parallelism "
-        "need: tensor_parallel_size with sequence_parallel, 2 * context_parallel_size above 1.",
-    )
-    max_grad_norm: float | None = Field(
-        1.0, gt=0, description="Global gradient norm is clipped to this; null only measures it."
-    )
-    hf_config_overrides: dict[str, object] = Field(
-        default_factory=dict,
-        description="Changes to the model's Hugging Face config, for training and generation alike.",
-    )
-    trust_remote_code: bool = Field(
-        False, description="Let the model's or tokenizer's repository run its own Python code."
-    )
-    optimizer: OptimizerConfig | None = Field(
-        OptimizerConfig(), description="The optimizer; null with megatron_cfg, which has its own."
-    )
-    scheduler: Annotated[list[SchedulerConfig], BeforeValidator(_as_list)] | None = Field(
-        _DEFAULT_SCHEDULER,
-        description="Learning-rate schedulers, stepped once per RL step; null keeps the rate constant.",
-    )
-    refit_buffer_size_gb: float | None = Field(
-        None, gt=0, description="Staging memory of a refit, in GB; null takes weight_sync.bucket_bytes."
-    )
-    reward_model_cfg: Annotated[RewardModelConfig, NotYet("reward models")] = Field(
-        RewardModelConfig(), description="Reward model head."
-    )
-    quant_cfg: Annotated[str | dict[str, object] | None, NotYet("quantisation")] = Field(
-        None, description="Quantisation recipe (ModelOpt)."
-    )
-    quant_calib_data: Annotated[str | None, NotYet("quantisation", unless="quant_cfg")] = Field(
-        None, description="Calibration data of the quantisation."
-    )
-    quant_calib_size: Annotated[PositiveInt | None, NotYet("quantisation", unless="quant_cfg")] = Field(
-        None, description="Samples of calibration data."
-    )
-    quant_batch_size: Annotated[PositiveInt | None, NotYet("quantisation", unless="quant_cfg")] = Field(
-        None, description="Calibration batch size."
-    )
-    quant_sequence_length: Annotated[PositiveInt | None, NotYet("quantisation", unless="quant_cfg")] = Field(
-        None, description="Calibration sequence length."
-    )
-    is_vlm: Annotated[bool, NotYet("vision-language and audio models")] = Field(
-        False, description="The model reads images."
-    )
+    ] = 1
+    """Rows are padded on the right to a multiple of this, and of what sequence and context parallelism need:
+    tensor_parallel_size with sequence_parallel, 2 * context_parallel_size above 1.
+    """
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    """Global gradient norm is clipped to this; null only measures it."""
+    hf_config_overrides: dict[str, object] = Field(default_factory=dict)
+    """Changes to the model's Hugging Face config, for training and generation alike."""
+    trust_remote_code: bool = False
+    """Let the model's or tokenizer's repository run its own Python code."""
+    optimizer: OptimizerConfig | None = OptimizerConfig()
+    """The optimizer; null with megatron_cfg, which has its own."""
+    scheduler: Annotated[list[SchedulerConfig], BeforeValidator(_as_list)] | None = _DEFAULT_SCHEDULER
+    """Learning-rate schedulers, stepped once per RL step; null keeps the rate constant."""
+    refit_buffer_size_gb: float | None = Field(None, gt=0)
+    """Staging memory of a refit, in GB; null takes weight_sync.bucket_bytes."""
+    reward_model_cfg: Annotated[RewardModelConfig, NotYet("reward models")] = RewardModelConfig()
+    """Reward model head."""
+    quant_cfg: Annotated[str | dict[str, object] | None, NotYet("quantisation")] = None
+    """Quantisation recipe (ModelOpt)."""
+    quant_calib_data: Annotated[str | None, NotYet("quantisation", unless="quant_cfg")] = None
+    """Calibration data of the quantisation."""
+    quant_calib_size: Annotated[PositiveInt | None, NotYet("quantisation", unless="quant_cfg")] = None
+    """Samples of calibration data."""
+    quant_batch_size: Annotated[PositiveInt | None, NotYet("quantisation", unless="quant_cfg")] = None
+    """Calibration batch size."""
+    quant_sequence_length: Annotated[PositiveInt | None, NotYet("quantisation", unless="quant_cfg")] = None
+    """Calibration sequence length."""
+    is_vlm: Annotated[bool, NotYet("vision-language and audio models")] = False
+    """The model reads images."""
     router_replay: RouterReplayConfig = Field(RouterReplayConfig(), description="Replay of expert routing (R3).")
-    sampling_mask_replay: bool = Field(
-        False,
-        description="Record which tokens top_p and top_k left to draw from at every position, and normalise the "
-        "policy's probabilities over the same ones, rather than over those that its own logits would leave.",
-    )
-    pretrained_checkpoint: Annotated[dict[str, object] | None, NotYet("Megatron checkpoints as a start")] = Field(
-        None, description="Megatron weights to start from."
-    )
-    dynamic_batching: DynamicBatchingConfig = Field(
-        DynamicBatchingConfig(), description="Microbatches by token budget."
-    )
+    sampling_mask_replay: bool = False
+    """Record which tokens top_p and top_k left to draw from at every position, and normalise the policy's probabilities
+    over the same ones, rather than over those that its own logits would leave.
+    """
+    pretrained_checkpoint: Annotated[dict[str, object] | None, NotYet("Megatron checkpoints as a start")] = None
+    """Megatron weights to start from."""
+    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
+    """Microbatches by token budget."""
     sequence_packing: SequencePackingConfig = Field(SequencePackingConfig(), description="Packed sequences.")
     draft: Annotated[DraftConfig, NotYet("draft models")] = Field(DraftConfig(), description="Draft model training.")
     dtensor_cfg: DTensorConfig = Field(DTensorConfig(), description="The FSDP2 and DTensor backend.")

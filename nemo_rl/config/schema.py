@@ -6,9 +6,14 @@ one entry.
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -32,16 +37,22 @@ from nemo_rl.config.section import (
 @dataclass(frozen=True)
 class KeyInfo:
     """One key of the schema. `default` is a value, or an interpolation; `not_yet` says what is missing, None when the
-    key is honoured.
+    key is honoured; `holder` is the section that has the key as an `attribute`.
     """
 
     name: str
     kind: str
     default: object
-    meaning: str
     not_yet: str | None
     section: type[Section] | None
     field: FieldInfo
+    holder: type[Section]
+    attribute: str
+
+    @property
+    def meaning(self) -> str:
+        """What the key does."""
+        return meaning_of(self.holder, self.attribute)
 
     @property
     def has_value(self) -> bool:
@@ -71,9 +82,29 @@ def keys_of(
         value = getattr(instance, name, None)
         shown = followed(source, follows) if source and name not in instance.model_fields_set else plain(value)
         key = f"{prefix}{field.alias or name}"
-        yield KeyInfo(key, kind_of(field.annotation), shown, field.description or "", not_yet, nested, field)
+        yield KeyInfo(key, kind_of(field.annotation), shown, not_yet, nested, field, schema, name)
         if nested is not None:
             yield from keys_of(nested, f"{key}.", not_yet, value if isinstance(value, nested) else None, follows)
+
+
+def meaning_of(schema: type[Section], attribute: str) -> str:
+    """What an attribute of a section means: its field's description, or the docstring below it."""
+    holder = next(kind for kind in schema.__mro__ if attribute in vars(kind).get("__annotations__", {}))
+    written = _docstrings(holder.__module__).get((holder.__name__, attribute), "")
+    return schema.model_fields[attribute].description or written
+
+
+@functools.cache
+def _docstrings(module: str) -> dict[tuple[str, str], str]:
+    """The docstrings below attributes of a module's classes, by class and attribute, each on one line."""
+    found = {}
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for pair in pairwise(kind.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[kind.name, name] = " ".join(text.split())
+    return found
 
 
 def find_key(schema: type[Section], key: Sequence[str]) -> KeyInfo | None:

@@ -73,7 +73,7 @@ def _kinds(annotation: object) -> Iterator[object]:
 
 class Section(BaseModel):
     """One mapping of the configuration: attributes are the YAML keys, unknown keys are refused, assignments are
-    checked.
+    checked. What a key means is its field's description where both fit on a line, and else the docstring below it.
 
     Items are readable as `section["key"]` too, as code written for NeMo-RL reads them.
     """

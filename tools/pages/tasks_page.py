@@ -74,10 +74,10 @@ def _rows_of(source: Source) -> str:
 def _generated() -> Iterator[tuple[str, ...]]:
     for name, kind in GENERATED.items():
         keys = []
-        for key, field in DatasetKeys.model_fields.items():
-            whose, _, meaning = (field.description or "").partition(": ")
+        for entry in keys_of(DatasetKeys):
+            whose, _, meaning = entry.meaning.partition(": ")
             if name in whose.split(", ") or whose == "Generated datasets":
-                keys.append(f"`{key}` ({shown(field.get_default(call_default_factory=True))}): {_lower(meaning)}")
+                keys.append(f"`{entry.name}` ({shown(entry.default)}): {_lower(meaning)}")
         yield f"`{name}`", _first_paragraph(kind), "; ".join(keys)
 
 
