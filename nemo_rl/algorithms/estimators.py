@@ -13,14 +13,11 @@ from math import comb, prod
 
 def pass_at_k(rewards: Sequence[float], k: int) -> float:
     """Chance that at least one of k answers is right (Chen et al. 2021, https://arxiv.org/abs/2107.03374, equation 1),
-    with the sum of the rewards as the number of right answers, as NeMo-RL has it.
+    with the sum of the rewards as the number of right answers, as NeMo-RL has it. Raises ValueError: k exceeds n.
 
     Args:
         rewards: of the n answers drawn.
         k: answers looked at.
-
-    Raises:
-        ValueError: k exceeds n.
 
     >>> pass_at_k([1.0, 0.0, 0.0, 0.0], 2)
     0.5
@@ -41,15 +38,12 @@ def consensus_at_k(answers: Sequence[str | None], rewards: Sequence[float], k: i
     `cons@k`; self-consistency, https://arxiv.org/abs/2203.11171).
 
     An answer that could not be read (None) votes as any other. An answer is right when the first response that gave it
-    has a reward of exactly 1.
+    has a reward of exactly 1. Raises ValueError: k exceeds n, or the lengths differ.
 
     Args:
         answers: what was read from each of n responses, in their order.
         rewards: of the responses.
         k: answers that vote.
-
-    Raises:
-        ValueError: k exceeds n, or the lengths differ.
 
     >>> consensus_at_k(["4", "5"], [1.0, 0.0], 2)
     1.0
@@ -93,15 +87,12 @@ def _check_votes(name: str, answers: Sequence[object], verdicts: Sequence[object
 
 def solved_at_k(right: int, drawn: int, k: int) -> float:
     """Chance that at least one of k answers has the full reward (Chen et al. 2021, https://arxiv.org/abs/2107.03374,
-    equation 1).
+    equation 1). Raises ValueError: k exceeds n, or more answers are right than were drawn.
 
     Args:
         right: right answers among those drawn.
         drawn: answers drawn, n.
         k: answers looked at.
-
-    Raises:
-        ValueError: k exceeds n, or more answers are right than were drawn.
 
     >>> solved_at_k(1, 4, 2)
     0.5
@@ -119,15 +110,12 @@ def majority_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) 
 
     Answers that could not be read (None) count as one wrong answer. A tie counts by the share of right answers among
     the commonest. Two texts are the same vote when they are equal; an answer is right when every answer with its text
-    was judged right.
+    was judged right. Raises ValueError: k exceeds n, or the lengths differ.
 
     Args:
         answers: what was read from each of n responses.
         right: whether each response was judged right.
         k: answers that vote.
-
-    Raises:
-        ValueError: k exceeds n, or the lengths differ.
 
     >>> majority_at_k(["4", "4", "5"], [True, True, False], 3)
     1.0

@@ -84,10 +84,8 @@ class Checked:
 
 
 def recipe_files(paths: Iterable[Path]) -> list[Path]:
-    """Files as they are given, and of folders every YAML file below, in order.
-
-    Raises:
-        ConfigError: there is nothing at a path, or no YAML file in a folder.
+    """Files as they are given, and of folders every YAML file below, in order. Raises ConfigError: there is nothing at
+    a path, or no YAML file in a folder.
     """
     found: list[Path] = []
     for path in paths:

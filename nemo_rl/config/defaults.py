@@ -74,10 +74,8 @@ def register_omegaconf_resolvers() -> None:
 
 
 def complete(raw: Mapping[str, object], root: type[Section]) -> dict[str, object]:
-    """A copy of `raw` under present names, with every omitted key filled in and every interpolation resolved.
-
-    Raises:
-        ConfigError: an interpolation names a key that does not exist, or goes round in circles.
+    """A copy of `raw` under present names, with every omitted key filled in and every interpolation resolved. Raises
+    ConfigError: an interpolation names a key that does not exist, or goes round in circles.
     """
     return resolve(with_defaults(adapt(raw, root).values, root))
 
@@ -94,10 +92,8 @@ def _defaults_of(schema: type[Section]) -> Section:
 
 
 def resolve(raw: Mapping[str, object]) -> dict[str, object]:
-    """A copy of `raw` whose interpolations are replaced by their values.
-
-    Raises:
-        ConfigError: an interpolation names a key that does not exist, or goes round in circles.
+    """A copy of `raw` whose interpolations are replaced by their values. Raises ConfigError: an interpolation names a
+    key that does not exist, or goes round in circles.
     """
     register_omegaconf_resolvers()
     try:

@@ -25,10 +25,8 @@ def at(node: object, key: Sequence[str | int], default: object = ABSENT) -> Any:
 
 
 def put(node: Any, key: Sequence[str], value: object) -> None:
-    """Sets a value, with mappings made on the way where nothing, or null, is there.
-
-    Raises:
-        LookupError: the key lies below a plain value or outside a list.
+    """Sets a value, with mappings made on the way where nothing, or null, is there. Raises LookupError: the key lies
+    below a plain value or outside a list.
     """
     for depth, part in enumerate(key[:-1]):
         child = at(node, [part])
@@ -55,10 +53,7 @@ def take(node: object, key: Sequence[str | int]) -> None:
 
 def import_dotted(path: str, key: str) -> Any:
     """Imports what `path` (`package.module.name` or `package.module:name`) names; `key` is the dotted key that holds
-    it, for messages.
-
-    Raises:
-        ConfigError: the module cannot be imported, or has no such name.
+    it, for messages. Raises ConfigError: the module cannot be imported, or has no such name.
     """
     if file := re.fullmatch(r"(?:\./)?(?P<module>.*?)(?:\.py)(?P<name>[.:/]\w+)?", path):
         module, name = file["module"].strip("/").replace("/", "."), (file["name"] or ".<name>")[1:]

@@ -72,11 +72,7 @@ class _FastLoader(_Parser, _Loader):  # type: ignore[misc]
 
 
 def read_yaml(text: str) -> Any:
-    """A YAML document as plain containers.
-
-    Raises:
-        yaml.YAMLError: it is none.
-    """
+    """A YAML document as plain containers. Raises yaml.YAMLError: it is none."""
     if yaml.__with_libyaml__ and "\t" not in text:
         # libyaml reads tabs where the other parser refuses them, and refuses what that one reads, as {a:{b:1}}.
         with suppress(yaml.YAMLError):
@@ -87,15 +83,13 @@ def read_yaml(text: str) -> Any:
 def read_layers(
     path: str | Path, mistakes: list[ConfigError] | None = None, heirs: tuple[Path, ...] = ()
 ) -> list[Layer]:
-    """Reads the file at `path` with everything it inherits through `defaults`, weakest first.
+    """Reads the file at `path` with everything it inherits through `defaults`, weakest first. Raises ConfigError: a
+    file is missing, is not YAML, gives a key twice, has no mapping at its root, or inherits itself.
 
     Args:
         path: the file.
         mistakes: collects the errors of files, which are then left out; None raises the first.
         heirs: the files that inherit this one.
-
-    Raises:
-        ConfigError: a file is missing, is not YAML, gives a key twice, has no mapping at its root, or inherits itself.
     """
     try:
         file = Path(path).expanduser()

@@ -45,10 +45,7 @@ class Loaded(NamedTuple):
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
     """The file at `path` with its parents and overrides merged; interpolations unresolved, no defaults filled in.
-
-    Raises:
-        ConfigError: a file cannot be read.
-        OverridesError: an override cannot be applied.
+    Raises ConfigError: a file cannot be read; OverridesError: an override cannot be applied.
     """
     register_omegaconf_resolvers()
     return parse_hydra_overrides(merge(read_layers(path)), overrides)
@@ -63,7 +60,8 @@ def load_master_config(path: str | Path | None, overrides: Sequence[str] = ..., 
 def load_master_config(
     path: str | Path | None, overrides: Sequence[str] = (), kind: type[CompleteConfig] = MasterConfig
 ) -> CompleteConfig:
-    """The checked configuration of a run.
+    """The checked configuration of a run. Raises ConfigError: with one line per mistake; OverridesError: an override
+    cannot be parsed or applied.
 
     Args:
         path: a YAML file; None stands for the defaults alone.
@@ -71,10 +69,6 @@ def load_master_config(
             writes them.
         kind: MasterConfig for GRPO, DistillationMasterConfig for distillation, SFTMasterConfig for SFT,
             EvalMasterConfig for evaluation.
-
-    Raises:
-        ConfigError: with one line per mistake.
-        OverridesError: an override cannot be parsed or applied.
     """
     source = None if path is None else str(path)
     loaded = load_layers(path, overrides, kind)
@@ -92,10 +86,8 @@ def load_layers(
     kind: type[CompleteConfig],
     mistakes: list[ConfigError] | None = None,
 ) -> Loaded:
-    """Merges files and overrides, every override as a layer of its own; `mistakes` is as in `read_layers`.
-
-    Raises:
-        ConfigError, OverridesError: as `load_master_config`.
+    """Merges files and overrides, every override as a layer of its own; `mistakes` is as in `read_layers`. Raises
+    ConfigError, OverridesError: as `load_master_config`.
     """
     layers = [] if path is None else read_layers(path, mistakes)
     loaded = Loaded(merge(layers), layers, [])

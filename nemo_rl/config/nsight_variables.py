@@ -45,14 +45,12 @@ class Profile:
 
 
 def asked_profile(environment: Mapping[str, str], groups: Iterable[str]) -> Profile | None:
-    """The profile that the variables ask for; None where they are unset or empty.
+    """The profile that the variables ask for; None where they are unset or empty. Raises ConfigError: One is given
+    without the other, the range is none, or no worker has such a name.
 
     Args:
         environment: Variables.
         groups: Names of the run's groups of workers.
-
-    Raises:
-        ConfigError: One is given without the other, the range is none, or no worker has such a name.
     """
     given = {name: environment.get(name, "").strip() for name in (WORKERS, STEPS)}
     if not any(given.values()):

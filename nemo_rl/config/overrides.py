@@ -48,11 +48,7 @@ class Override:
 
 
 def parse_override(text: str) -> Override:
-    """Reads one override.
-
-    Raises:
-        OverridesError: the text follows none of the four forms, or its value is not YAML.
-    """
+    """Reads one override. Raises OverridesError: the text follows none of the four forms, or its value is not YAML."""
     match = _PATTERN.fullmatch(text.strip())
     action = Action(match["sign"] or "") if match else Action.SET
     if match is None or (match["assigned"] is None and action is not Action.DELETE):
@@ -95,10 +91,8 @@ def _split_tight_pairs(value: object) -> object:
 
 def apply(values: Mapping[str, object], override: Override, schema: type[Section] | None = None) -> dict[str, object]:
     """Returns a copy of `values` with one override applied; keys that `schema` has may be set though `values` omits
-    them, and a deleted key becomes null where that is NeMo-RL's reading.
-
-    Raises:
-        OverridesError: the key is not there (set, delete), is there already (add), or lies below a plain value.
+    them, and a deleted key becomes null where that is NeMo-RL's reading. Raises OverridesError: the key is not there
+    (set, delete), is there already (add), or lies below a plain value.
     """
     changed = copy.deepcopy(dict(values))
     action, key, value, dotted = override.action, override.key, override.value, ".".join(override.key)
@@ -137,10 +131,8 @@ def _may_be_set(schema: type[Section], key: Key, action: Action) -> bool:
 
 
 def parse_hydra_overrides(config: DictConfig | Mapping[str, object], overrides: Sequence[str]) -> DictConfig:
-    """Applies overrides to a loaded configuration, as NeMo-RL's run scripts do; interpolations stay unresolved.
-
-    Raises:
-        OverridesError: see `parse_override` and `apply`.
+    """Applies overrides to a loaded configuration, as NeMo-RL's run scripts do; interpolations stay unresolved. Raises
+    OverridesError: see `parse_override` and `apply`.
     """
     values = OmegaConf.to_container(config, resolve=False) if isinstance(config, DictConfig) else config
     named = {str(key): value for key, value in values.items()} if isinstance(values, Mapping) else {}

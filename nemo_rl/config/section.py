@@ -103,10 +103,8 @@ class Section(BaseModel):
 
     @classmethod
     def read(cls, given: Self | Mapping[str, object]) -> Self:
-        """The section itself, or one made of a plain mapping, as scripts written for NeMo-RL hold them.
-
-        Raises:
-            pydantic.ValidationError: a key is unknown or a value wrong.
+        """The section itself, or one made of a plain mapping, as scripts written for NeMo-RL hold them. Raises
+        pydantic.ValidationError: a key is unknown or a value wrong.
         """
         return given if isinstance(given, cls) else cls.model_validate(dict(given))
 

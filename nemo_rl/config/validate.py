@@ -58,15 +58,13 @@ class Examined(Generic[Config]):
 
 
 def validate(raw: Mapping[str, object], kind: type[Config], source: str | None = None) -> Config:
-    """Checks a merged mapping and returns the configuration; notes go to the log.
+    """Checks a merged mapping and returns the configuration; notes go to the log. Raises ConfigError: with one line per
+    mistake.
 
     Args:
         raw: plain containers; interpolations may be unresolved, keys may be missing.
         kind: MasterConfig, SFTMasterConfig or EvalMasterConfig.
         source: where the mapping came from, for the message.
-
-    Raises:
-        ConfigError: with one line per mistake.
     """
     try:
         examined = examine(raw, kind)
@@ -80,10 +78,8 @@ def validate(raw: Mapping[str, object], kind: type[Config], source: str | None =
 
 
 def examine(raw: Mapping[str, object], kind: type[Config]) -> Examined[Config]:
-    """Validates a merged mapping and collects its problems and notes.
-
-    Raises:
-        ConfigError: an interpolation cannot be resolved.
+    """Validates a merged mapping and collects its problems and notes. Raises ConfigError: an interpolation cannot be
+    resolved.
     """
     strangers = _strangers(raw, kind)
     if len(strangers) > max(1, len(raw) - len(strangers)):
@@ -146,10 +142,8 @@ def _lowered(filled: Mapping[str, object], config: CompleteConfig) -> Iterator[s
 
 
 def check_config(config: CompleteConfig) -> None:
-    """Checks a configuration that was built in Python: what is not built yet, and the rules between sections.
-
-    Raises:
-        ConfigError: with one line per mistake.
+    """Checks a configuration that was built in Python: what is not built yet, and the rules between sections. Raises
+    ConfigError: with one line per mistake.
     """
     problems: list[Problem] = [*refusals(config), *broken_rules(config)]
     if problems:

@@ -127,11 +127,7 @@ def replica_sizes(policy: PolicyConfig) -> ParallelSizes:
 
 
 def parallel_sizes(policy: PolicyConfig, world: int) -> ParallelSizes:
-    """How `world` training ranks are divided, whatever the backend.
-
-    Raises:
-        ParallelSizesError: They do not divide.
-    """
+    """How `world` training ranks are divided, whatever the backend. Raises ParallelSizesError: They do not divide."""
     sizes = replica_sizes(policy)
     if world % sizes.replica:
         possible = ", ".join(str(size) for size in range(1, world + 1) if world % size == 0)
