@@ -32,10 +32,8 @@ def names_in(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
 
 
 def names_of(module: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a module that has names of NeMo-RL's.
-
-    Args:
-        module: its `__name__`, under which the table lists the names.
+    """`__getattr__` and `__dir__` of a module that has names of NeMo-RL's. `module`: its `__name__`, under which the
+    table lists the names.
     """
 
     def __getattr__(name: str) -> Any:

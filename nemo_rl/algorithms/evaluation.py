@@ -96,10 +96,8 @@ class ResultNotWritten(UserError, OSError):
 
 
 def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Score:
-    """Runs an evaluation and writes the files of `eval.save_path`.
-
-    Args:
-        placement: Provides accelerators; by default slots of its own.
+    """Runs an evaluation and writes the files of `eval.save_path`. `placement`: provides accelerators; by default slots
+    of its own.
 
     Raises ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: the configuration names
     something that does not exist; GenerationError, EnvironmentFailure, WorkerError: the evaluation cannot go on.

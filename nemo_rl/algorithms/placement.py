@@ -58,10 +58,8 @@ _MUCH_OF_FREE = 0.3
 
 
 def check_policy(config: RootConfig, *, generates: bool = False) -> PretrainedConfig:
-    """Checks before anything starts that the policy can be built; returns the model's configuration.
-
-    Args:
-        generates: Whether engines run it, too.
+    """Checks before anything starts that the policy can be built; returns the model's configuration. `generates`:
+    whether engines run it, too.
 
     Raises ModelNotFoundError: there is no model at `policy.model_name`; UnsupportedModelError: heads, vocabulary or
     experts do not divide over the ranks of training, it takes no sequences as long as configured, or there are no
@@ -320,9 +318,7 @@ def tell_cpu_memory(
 
 def tell_step_time(config: RootConfig, say: Callable[[str], None], *, forward_passes: int) -> None:
     """Says what a step will take at most on slots of processors, where that is long: a pretrained model is slow there.
-
-    Args:
-        forward_passes: That a step makes over its samples, beside those of training.
+    `forward_passes`: that a step makes over its samples, beside those of training.
     """
     policy = config.policy
     try:

@@ -25,13 +25,9 @@ def profile_of_run() -> Profile | None:
 
 
 def check_profile(accelerator: Accelerator | None) -> None:
-    """Checks that the requested profile can be taken.
-
-    Args:
-        accelerator: Of the cluster that will start on this machine; None if the run joins a cluster, whose nodes check
-            it themselves.
-
-    Raises ProfilerUnavailable: there is no GPU, or `nsys` is not on PATH.
+    """Checks that the requested profile can be taken. `accelerator`: of the cluster that will start on this machine;
+    None if the run joins a cluster, whose nodes check it themselves. Raises ProfilerUnavailable: there is no GPU, or
+    `nsys` is not on PATH.
     """
     if profile_of_run() is not None and accelerator is not None:
         check_profiler(cuda=accelerator.is_cuda)

@@ -26,10 +26,8 @@ def __getattr__(name: str) -> Any:
 
 
 class Coordinator:
-    """One pipeline's coordinator, weight cache and model-update service.
-
-    Args:
-        run: A run with engines, as `setup` returns it.
+    """One pipeline's coordinator, weight cache and model-update service. `run`: a run with engines, as `setup` returns
+    it.
 
     Weight versions are the numbers of completed steps, 0 for the base, as everywhere in this package.
     """

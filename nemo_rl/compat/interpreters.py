@@ -34,12 +34,8 @@ def get_actor_python_env(actor_class_fqn: str) -> str:
 
 def init_ray(log_dir: str | None = None) -> object:
     """Joins the cluster that RAY_ADDRESS names, or starts one here with an accelerator slot per GPU (CPU slots where
-    there is none).
-
-    Args:
-        log_dir: where Ray puts its session when it is started; None is its usual place.
-
-    Returns what an accelerator slot is; see `nemo_rl.distributed.devices`.
+    there is none). `log_dir`: where Ray puts its session when it is started; None is its usual place. Returns what an
+    accelerator slot is; see `nemo_rl.distributed.devices`.
     """
     from nemo_rl.distributed import ray_runtime
 

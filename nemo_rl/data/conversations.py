@@ -344,10 +344,8 @@ def readable_calls(
     messages: Sequence[TemplateMessage], render: Callable[[Sequence[TemplateMessage]], str]
 ) -> Sequence[TemplateMessage] | list[dict[str, object]]:
     """The messages with the arguments of their tool calls as objects, which is what vLLM's server gives to templates;
-    as text where the template cannot read objects, or writes them in Python's spelling.
-
-    Args:
-        render: The conversation through the chat template.
+    as text where the template cannot read objects, or writes them in Python's spelling. `render`: the conversation
+    through the chat template.
 
     Raises DataError: the template rejects both, or would quote arguments that are no JSON object.
     """
@@ -439,12 +437,8 @@ def _as_text(arguments: object) -> str:
 
 
 def shows(key: str, messages: Sequence[TemplateMessage], tools: Tools, render: Render) -> bool:
-    """Whether the text of a conversation changes without what `key` names.
-
-    Args:
-        key: A key of messages, `tools`, or `content of ROLE`.
-
-    Raises DataError: the template rejects the conversation as it is.
+    """Whether the text of a conversation changes without what `key` names. `key`: a key of messages, `tools`, or
+    `content of ROLE`. Raises DataError: the template rejects the conversation as it is.
     """
     messages = readable_calls(messages, lambda some: render(some, tools))
     whole = render(messages, tools)

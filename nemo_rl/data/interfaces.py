@@ -81,11 +81,8 @@ TaskDataProcessFnCallable = Callable[
 
 
 def load_prompt(path: str | None, stands_before: bool = False) -> str | None:
-    """The prompt text of a file, with a place for the problem; None for None.
-
-    Args:
-        stands_before: take a text without such a place as it is, braces included, for what stands before the problem
-            and an empty line.
+    """The prompt text of a file, with a place for the problem; None for None. `stands_before`: take a text without such
+    a place as it is, braces included, for what stands before the problem and an empty line.
 
     Raises DataError: the file is missing, or does not have exactly one place for the problem (`{}`, `{0}`); literal
     braces are written twice.

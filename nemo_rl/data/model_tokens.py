@@ -104,13 +104,9 @@ def listed_stop_ids(
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, name: str) -> str | None:
-    """Compares the tokenizer with the model's embedding.
-
-    Args:
-        model: the model's Hugging Face configuration.
-
-    Returns a line about special tokens that the model lacks and only a text that spells them would use; None without.
-    Raises DataError: a token that any text, the chat template or padding may use has no row.
+    """Compares the tokenizer with the model's embedding. `model`: the model's Hugging Face configuration. Returns a
+    line about special tokens that the model lacks and only a text that spells them would use; None without. Raises
+    DataError: a token that any text, the chat template or padding may use has no row.
     """
     rows = vocabulary_size(model)
     beyond = {text: token for text, token in tokenizer.get_vocab().items() if rows is not None and token >= rows}

@@ -74,10 +74,8 @@ class CodeEnvironment(_CodeRunner):
 
     Names go on in `metadata["context"]`, files in `metadata["working_dir"]`, which is made where a conversation has
     none. The reward is 1 when the result equals `ground_truth` of the metadata, else 0. With `terminate_on_evaluation`
-    a value ends the episode, and a right answer that was printed; statements and errors do not.
-
-    Args:
-        cfg: the keys of `env.code`.
+    a value ends the episode, and a right answer that was printed; statements and errors do not. `cfg`: the keys of
+    `env.code`.
     """
 
     @classmethod
@@ -183,10 +181,8 @@ class CodeTestsEnvironment(_CodeRunner):
     """`env.code_tests`: a fresh interpreter for every response.
 
     The reward is 1 when the code runs and, if the metadata has `tests` (Python that uses its names), those pass, or if
-    it has `ground_truth`, the output equals it; without either it is 0 and only the output is of use.
-
-    Args:
-        cfg: the keys of `env.code_tests`.
+    it has `ground_truth`, the output equals it; without either it is 0 and only the output is of use. `cfg`: the keys
+    of `env.code_tests`.
     """
 
     key = "env.code_tests"

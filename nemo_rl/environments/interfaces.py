@@ -170,13 +170,10 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT], metaclass=ActorOnRequest
         """
 
     def global_post_process_and_metrics(self, batch: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float]]:
-        """The environment's metrics of a finished validation, logged as `validation/<environment>/<name>`.
-
-        Args:
-            batch: `rewards`, `generated_lengths`, `truncated`, `prompt_number` (equal for samples of one prompt) and
-                each `reward/<name>` that `step` gave [B], and `task_name`.
-
-        Returns the batch, and the metrics; none unless overridden.
+        """The environment's metrics of a finished validation, logged as `validation/<environment>/<name>`. `batch`:
+        `rewards`, `generated_lengths`, `truncated`, `prompt_number` (equal for samples of one prompt) and each
+        `reward/<name>` that `step` gave [B], and `task_name`. Returns the batch, and the metrics; none unless
+        overridden.
         """
         return batch, {}
 

@@ -43,10 +43,7 @@ class _Fetched:
 
 
 class EpochPrompts:
-    """The batches of a loader, epoch after epoch.
-
-    Args:
-        loader: Iterable with `state_dict`.
+    """The batches of a loader, epoch after epoch. `loader`: iterable with `state_dict`.
 
     Attributes:
         epoch: Of the batch that was drawn last.

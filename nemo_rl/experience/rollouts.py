@@ -321,14 +321,9 @@ class RolloutRunner:
         return self.__dict__ | {"_shared": {}}
 
     def run(self, batch: BatchedDataDict, plan: RolloutPlan) -> list[Trajectory]:
-        """Rolls out every row.
-
-        Args:
-            batch: `message_log`, `task_name`, `extra_env_info`, `stop_strings` (lists of B), `prompt_number` and
-                `sample_number` [B].
-
-        Raises GenerationError: an engine failed; EnvironmentFailure: an environment failed; KeyError: a task has no
-        environment.
+        """Rolls out every row. `batch`: `message_log`, `task_name`, `extra_env_info`, `stop_strings` (lists of B),
+        `prompt_number` and `sample_number` [B]. Raises GenerationError: an engine failed; EnvironmentFailure: an
+        environment failed; KeyError: a task has no environment.
         """
         return self._generation.run_on_dispatch_loop(self._run_all(batch, plan, self._batchers()))
 

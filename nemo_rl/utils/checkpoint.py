@@ -403,13 +403,9 @@ def saved_steps(root: Path) -> set[int]:
 
 
 def model_directory(source: str) -> str:
-    """Resolves the name of a model to a Hugging Face directory.
-
-    Args:
-        source: a checkpoint (`step_N`), a directory of checkpoints (its latest), `best` in one (the best by the run's
-            `checkpointing.metric_name`), or anything else, which is returned unchanged.
-
-    Raises CheckpointError: files of the checkpoint are damaged, or none is the best.
+    """Resolves the name of a model to a Hugging Face directory. `source`: a checkpoint (`step_N`), a directory of
+    checkpoints (its latest), `best` in one (the best by the run's `checkpointing.metric_name`), or anything else, which
+    is returned unchanged. Raises CheckpointError: files of the checkpoint are damaged, or none is the best.
     """
     root = Path(source)
     if root.name == BEST and not root.exists() and saved_steps(root.parent):

@@ -33,10 +33,8 @@ class DirectoryInUse(UserError, RuntimeError):
 def locked(directory: Path | str, key: str) -> Generator[None]:
     """Locks a directory for the block; makes it if need be.
 
-    A directory that cannot be made or written is left to those who write there: they name it.
-
-    Args:
-        key: Dotted key that names it, for messages.
+    A directory that cannot be made or written is left to those who write there: they name it. `key`: dotted key that
+    names it, for messages.
 
     Raises DirectoryInUse: another run holds it.
     """

@@ -113,11 +113,9 @@ class TransformerShape:
         return self.layers * self._layer_flops(work) + self._logits_flops(work)
 
     def train_flops(self, work: Work, predicted_tokens: int = 0) -> float:
-        """Operations of one forward and backward pass; recomputed activations are not counted.
-
-        Args:
-            predicted_tokens: How many tokens further ahead multi-token prediction trains. Each takes a product that
-                joins the hidden state with an embedding, a layer like the model's own, and logits.
+        """Operations of one forward and backward pass; recomputed activations are not counted. `predicted_tokens`: how
+        many tokens further ahead multi-token prediction trains. Each takes a product that joins the hidden state with
+        an embedding, a layer like the model's own, and logits.
         """
         joined = 2 * 2 * self.hidden * self.hidden * work.tokens
         predicted = predicted_tokens * (joined + self._layer_flops(work) + self._logits_flops(work))

@@ -32,12 +32,8 @@ def calm() -> None:
 
 def use_cache_if_unreachable(model: str) -> str | None:
     """Switches the hub's libraries to their cache, here and in the processes of the run, where a model is not on this
-    machine and the hub cannot be reached.
-
-    Args:
-        model: A directory, or a name on the hub.
-
-    Returns a line for the person, if it was switched.
+    machine and the hub cannot be reached. `model`: a directory, or a name on the hub. Returns a line for the person, if
+    it was switched.
     """
     proxied = any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))
     if proxied or os.environ.get(OFFLINE) or Path(model).exists():

@@ -35,12 +35,9 @@ class GroupStatistics:
 
 
 def group_ids(prompts: torch.Tensor) -> torch.Tensor:
-    """Group of each sample: rows with equal prompts form one.
-
-    Args:
-        prompts: [B, L] padded prompt tokens, or [B] any id that samples of one prompt share.
-
-    Returns [B] in `0 .. P-1`. Two equal prompts in one step share a group, as in NeMo-RL.
+    """Group of each sample: rows with equal prompts form one. `prompts`: [B, L] padded prompt tokens, or [B] any id
+    that samples of one prompt share. Returns [B] in `0 .. P-1`. Two equal prompts in one step share a group, as in
+    NeMo-RL.
     """
     return torch.unique(prompts, dim=0, return_inverse=True)[1]
 

@@ -41,10 +41,8 @@ BUFFER_FILE, ROLLOUTS_FILE = "replay_buffer.pt", "rollouts.pt"
 
 
 class AheadSource:
-    """Base of sources whose rollouts run beside training.
-
-    Args:
-        sampler: Name of the rule by which steps take groups; a checkpoint holds it.
+    """Base of sources whose rollouts run beside training. `sampler`: name of the rule by which steps take groups; a
+    checkpoint holds it.
     """
 
     def __init__(self, run: GRPORun, collector: Collector, sampler: str) -> None:

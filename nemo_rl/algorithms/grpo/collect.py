@@ -151,13 +151,9 @@ class Gathering:
     timer: Timer
 
     def gather(self, step: int, next_experience: Callable[[int], Experience]) -> Experience:
-        """The scored and filtered experience of a step.
-
-        Args:
-            next_experience: Returns generation batch `attempt` (from 0), not yet scored.
-
-        Raises DynamicSamplingError: too few groups differ in their rewards; StopIteration: the prompts ran out before
-        the step was full.
+        """The scored and filtered experience of a step. `next_experience`: returns generation batch `attempt` (from 0),
+        not yet scored. Raises DynamicSamplingError: too few groups differ in their rewards; StopIteration: the prompts
+        ran out before the step was full.
         """
         cfg = self.cfg
         kept: list[Experience] = []

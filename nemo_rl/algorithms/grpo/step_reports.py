@@ -228,9 +228,7 @@ def aggregate_microbatch_metrics(metrics: Mapping[str, Sequence[SupportsFloat]])
 
     Summed, except: values that every microbatch repeats (learning rate, weight decay, rewards, global counts, prompt
     length) are averaged, and `*_min` and `*_max` take the extremum of the finite ones, -1 when there is none.
-
-    Args:
-        metrics: values per name, numbers or scalar tensors.
+    `metrics`: values per name, numbers or scalar tensors.
     """
     return {
         name: _aggregate(name, [float(value) for value in values]) for name, values in metrics.items() if len(values)

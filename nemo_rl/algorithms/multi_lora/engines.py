@@ -205,10 +205,8 @@ class AdapterGeneration:
 
 class AdapterAccelerators(Accelerators):
     """The accelerators of one adapter, which it shares with the others pass by pass; sends its new versions to the
-    engines, which keep serving the others.
-
-    Args:
-        progress: Called with the prompt groups that are there and those that are waited for.
+    engines, which keep serving the others. `progress`: called with the prompt groups that are there and those that are
+    waited for.
     """
 
     def __init__(

@@ -577,12 +577,8 @@ def recognised(columns: Mapping[str, object], key: str) -> Format:
 
 def completed(row: Row, messages: list[Message], config: DatasetConfig) -> dict[str, object]:
     """A conversation with what its row says beside it: the system message, and tools as JSON, because rows differ in
-    their arguments.
-
-    Args:
-        messages: made by its format.
-
-    Raises RowError: a column contradicts the messages, or cannot be honoured.
+    their arguments. `messages`: made by its format. Raises RowError: a column contradicts the messages, or cannot be
+    honoured.
     """
     made: dict[str, object] = {"messages": _with_system(row, messages, config)}
     column = config.tool_key or "tools"
