@@ -42,6 +42,9 @@ LINES: dict[str, str] = {
     "scheduler_restart": "--segments 2 --lines 1000",
     "startup": "--against . --runs 1",
     "streaming_schedule": "--steps 6",
+    "team_day": "--model MODEL --train PROBLEMS PROBLEMS --validation PROBLEMS --device cpu --steps 3 --prompts 2 "
+    "--generations 4 --prompt-tokens 256 --new-tokens 16 --mb-tokens 1024 --val-period 3 --val-samples 4 "
+    "--within-s 600 --work WORK/day",
     "team_half_hour": "--folder WORK/half_hour --jobs 4 --over-s 20 --within-s 700 --kinds command scavenger",
     "team_week": "--days 0.1",
     "time_sharing": f"{_ON_CPU} --mean-tokens 8 --jobs 2 --gpus 2 --steps 3 --ways slots --eager --work WORK",

@@ -254,6 +254,11 @@ def explained(timeline: Timeline, names: Sequence[str], unit: str) -> Iterator[s
         if not names or name in names:
             yield f"{name}: entitled to {gpus:.2f} {unit}s by the newest plan{_whose(timeline, name)}"
     yield from _quota_lines(timeline, unit)
+    demand, up = {level.pipeline: level.value for level in timeline.demand}, {o.pipeline for o in held}
+    for name in demand:
+        scavenges = timeline.priorities.get(name) == SCAVENGER
+        if scavenges and demand[name] and name not in up and (not names or name in names):
+            yield f"{name}: waits for a gap: {unit}s that no job can use now, and that none trains on soon"
     for name in timeline.pipelines:
         if timeline.priorities.get(name) == HIGH and (not names or name in names):
             waits = [min(o.end, timeline.end) - o.start for o in timeline.of("queue") if o.pipeline == name]

@@ -28,7 +28,7 @@ from nemo_rl.time_sharing.log.sharing import Sharing
 from nemo_rl.time_sharing.pipelines.grpo import Progress
 from nemo_rl.time_sharing.pool_commands import explained
 from nemo_rl.time_sharing.pool_jobs import PoolError
-from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Demand, GivenBack, Priority, Want
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Demand, GivenBack, Priority, Want
 from nemo_rl.time_sharing.team import Rights
 from nemo_rl.time_sharing.viewing.page_server import PageServer, PoolView, TeamAccess
 from nemo_rl.time_sharing.viewing.standings_table import StandingsTable
@@ -356,6 +356,19 @@ def test_what_users_do_and_whose_a_job_is_are_among_the_decisions(tmp_path: Path
     assert any("entitled to" in line and line.endswith(", of ann") for line in said)
     assert said[-2].endswith("bob: cancel scan: refused: bob may not")
     assert said[-1].endswith("a token that is no user's: cancel scan: refused: the token is no user's")
+
+
+def test_a_scavenger_without_a_gap_is_said_to_wait_for_one(tmp_path: Path) -> None:
+    bench = Bench(2, log=tmp_path / "scheduler.jsonl")
+    bench.register("busy", [0], [0, 1])
+    bench.status("busy", demand=Demand(64, 0, 4, 1))
+    bench.scheduler.register("gaps", "ns", {ACTOR_INFER: 1}, {ACTOR_INFER: [1]}, bench.now, priority="scavenger")
+    bench.status("gaps", demand=Demand(64, 0, 4, 1))
+    bench.settle(20.0)
+    timeline = build_timeline(read_record(tmp_path / "scheduler.jsonl"))
+    waits = "gaps: waits for a gap: GPUs that no job can use now, and that none trains on soon"
+    assert waits in explained(timeline, [], "GPU") and waits in explained(timeline, ["gaps"], "GPU")
+    assert not any("gap" in line for line in explained(timeline, ["busy"], "GPU"))
 
 
 def test_a_jobs_report_and_logs_are_shown_and_nothing_beside_them(bench: Bench, tmp_path: Path) -> None:
