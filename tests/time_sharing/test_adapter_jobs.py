@@ -174,7 +174,7 @@ def test_adapters_that_lose_their_gpus_while_they_start_are_asked_to_leave_once_
     how: str, stop_s: float, left: bool, tmp_path: Path
 ) -> None:
     config = _submitted(tmp_path, ["one.yaml"], one={})
-    config = config.model_copy(update={"log_dir": str(tmp_path)})
+    config = config.model_copy(update={"log_dir": str(tmp_path), "stop_s": stop_s})
     address, said = tmp_path / ADAPTERS_ADDRESS, tmp_path / "said"
     command = [sys.executable, "-c", _STARTING, str(address), str(said), how]
     handles = PoolHandles(None, Pool(1, 1), "cpu", LIVE_LIMITS, str(tmp_path))
@@ -188,8 +188,8 @@ def test_adapters_that_lose_their_gpus_while_they_start_are_asked_to_leave_once_
         )
         pipeline._client = client
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        pipeline._make_room(0, stop_s)
-        assert told == ["yielding, for 900 s at most", "0 yielded, ended"] and said.exists() is left
+        pipeline._make_room(0)
+        assert told == [f"yielding, for {stop_s:g} s at most", "0 yielded, ended"] and said.exists() is left
         cut_off = "" if left else " (killed at its last yield: raise stop_s above 0.5)"
         assert pipeline.progress().phase == f"waiting for GPUs{cut_off}"
 

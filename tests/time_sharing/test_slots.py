@@ -298,7 +298,7 @@ def test_a_command_sees_the_gpus_that_its_slots_lie_on(
     pipeline = CommandPipeline(job, PoolHandles(None, pool, "cuda", LIVE_LIMITS, str(tmp_path)), 0)
     holding = SimpleNamespace(held=lambda: [tuple(pool.slots_on(gpus, None))])
     with (tmp_path / "log").open("wb") as log:
-        process = pipeline._start(holding, config, log)  # pyrefly: ignore[bad-argument-type]
+        process = pipeline._start(holding, log)  # pyrefly: ignore[bad-argument-type]
         assert process is not None and process.wait(timeout=60) == 0
     assert (tmp_path / "log").read_text().split() == [",".join(f"GPU-{gpu // 4}{gpu % 4}" for gpu in gpus)]
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import psutil
 
@@ -60,7 +60,8 @@ class CommandPipeline(LentPipeline):
         self._named: dict[int, int | str] = {}  # GPUs of the pool as the driver names them on their node
         self._starts = 0
         self._cut_off = ""  # said where it was killed when it last gave its GPUs back
-        self._config = job.config
+        # By `job.PIPELINES` it is one; adapters are those of the next start.
+        self._config = cast("CommandConfig", job.config)
         # An earlier job of this name left it.
         adapter_states(Path(handles.log_dir), job.name).unlink(missing_ok=True)
 
@@ -70,7 +71,7 @@ class CommandPipeline(LentPipeline):
         """How often it was started, as steps; those of its adapters, where it has some."""
         running = self._process is not None and self._process.poll() is None
         phase = "running" if running else "waiting for GPUs"
-        if running and self._stopping.is_set() and isinstance(self._config, CommandConfig):
+        if running and self._stopping.is_set():
             phase = f"yielding, for {self._config.stop_s:g} s at most"
         phase = f"{phase}{self._cut_off}"
         if not isinstance(self._config, AdaptersConfig):
@@ -102,26 +103,22 @@ class CommandPipeline(LentPipeline):
         return "gets SIGTERM and leaves"
 
     def _stop_for_good(self) -> None:
-        config = self._job.config
         with self._turn:
-            if isinstance(config, CommandConfig):
-                self._end(config.stop_s)
+            self._end(self._config.stop_s)
 
     def live(self) -> Outcome:
-        config, handles = self._job.config, self._handles
-        if not isinstance(config, CommandConfig):
-            raise TypeError(f"{self._job.name}: {type(config).__name__} is no command")
+        handles = self._handles
         self._client = self._runtime = client = ExternalJob(
             self.register(),
             self._incarnation,
             RayLink(handles.scheduler),
             self.open_record(),
             handles.limits,
-            asked_to_yield=lambda rank: self._make_room(rank, config.stop_s),
+            asked_to_yield=self._make_room,
         )
         self._ready.set()
         try:
-            code, waited_s = self._run_until_it_ends(client, config)
+            code, waited_s = self._run_until_it_ends(client)
         finally:
             self._end(0.0)
         client.release(_LEAVE_S)
@@ -134,13 +131,13 @@ class CommandPipeline(LentPipeline):
             said = _last_line(self._log())
             how = f"ended with exit code {code}" if code > 0 else f"was ended by {_signal_name(-code)}"
             last = f"; its last line: {said}" if said else "; it wrote nothing"
-            raise CommandFailed(f"{self._job.name}: {config.command[0]} {how}{last}; see {self._log()}")
+            raise CommandFailed(f"{self._job.name}: {self._config.command[0]} {how}{last}; see {self._log()}")
         return Outcome("done", reached, steps, waited_s)
 
     def _log(self) -> Path:
         return Path(self._handles.log_dir) / f"{self._job.name}.{self._incarnation}.log"
 
-    def _run_until_it_ends(self, client: ExternalJob, config: CommandConfig) -> tuple[int, float]:
+    def _run_until_it_ends(self, client: ExternalJob) -> tuple[int, float]:
         """The exit code of the command when it ended by itself, and the seconds for which it waited for GPUs."""
         waited_s = 0.0
         with self._log().open("ab") as log:
@@ -150,7 +147,7 @@ class CommandPipeline(LentPipeline):
                 waited_s += time.monotonic() - began
                 if not has_gpus:
                     return 0, waited_s
-                process = self._start(client, config, log)
+                process = self._start(client, log)
                 if process is None:
                     continue
                 code = self._wait_for(process, client)
@@ -184,16 +181,14 @@ class CommandPipeline(LentPipeline):
         self._ended_by_drain = True
         return False
 
-    def _start(self, client: ExternalJob, config: CommandConfig, log: IO[bytes]) -> subprocess.Popen[bytes] | None:
+    def _start(self, client: ExternalJob, log: IO[bytes]) -> subprocess.Popen[bytes] | None:
         """Starts the command; None where its GPUs were wanted back first."""
-        held = client.held()
+        config, held = self._config, client.held()
         if not held:
             return None
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._devices(held[0])))}
         with self._turn:
-            if client.held() != held:
-                return None
-            if self._draining.is_set():
+            if client.held() != held or self._draining.is_set():
                 return None
             self._stopping.clear()
             self._starts += 1
@@ -202,7 +197,7 @@ class CommandPipeline(LentPipeline):
                 (Path(self._job.folder) / config.log_dir / ADAPTERS_ADDRESS).unlink(missing_ok=True)
             try:
                 self._process = subprocess.Popen(
-                    self._arguments(config),
+                    self._arguments(),
                     env=of_a_command(os.environ) | visible | config.env,
                     cwd=self._job.folder,
                     stdout=log,
@@ -223,10 +218,10 @@ class CommandPipeline(LentPipeline):
             self._named |= {gpu: slot.device_index for gpu, slot in zip(missing, found, strict=True)}
         return [self._named[gpu] for gpu in gpus]
 
-    def _arguments(self, config: CommandConfig) -> list[str]:
+    def _arguments(self) -> list[str]:
         now = self._config
         if not isinstance(now, AdaptersConfig):
-            return config.command
+            return now.command
         records, slot = str(Path(self._handles.log_dir).absolute()), self._handles.slot_bytes
         if slot is None or self._job.column is None:
             return now.arguments(self._job.name, records)
@@ -285,7 +280,8 @@ class CommandPipeline(LentPipeline):
         self._config = changed
         return [answer]
 
-    def _make_room(self, rank: int, stop_s: float) -> None:
+    def _make_room(self, rank: int) -> None:
+        stop_s = self._config.stop_s
         with self._turn:
             if self._process is not None and self._process.poll() is None:
                 self._stopping.set()

@@ -6,6 +6,7 @@ Its weights never change: an engine that leaves keeps them on the host and serve
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 from nemo_rl.config import EvalMasterConfig
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
@@ -19,6 +20,7 @@ class EvaluationPipeline(LentPipeline):
 
     def __init__(self, job: Job, handles: PoolHandles, incarnation: int) -> None:
         super().__init__(job, handles, incarnation)
+        self._config = cast("EvalMasterConfig", job.config)
         self._placement: LentPlacement | None = None
 
     def progress(self) -> Progress:
@@ -26,8 +28,7 @@ class EvaluationPipeline(LentPipeline):
         placement = self._placement
         if placement is None or placement.answered[1] == 0:
             return Progress("starting", 0, 0, "")
-        config = self._job.config
-        saved = config.eval.save_path if isinstance(config, EvalMasterConfig) else None
+        saved = self._config.eval.save_path
         folder = str(Path(saved).absolute()) if saved else ""
         return Progress("evaluation", *placement.answered, folder)
 
@@ -35,10 +36,7 @@ class EvaluationPipeline(LentPipeline):
         """See `LentPipeline.live`; the score is the outcome's reason."""
         from nemo_rl.algorithms.evaluation import evaluate
 
-        job, config = self._job, self._job.config
-        if not isinstance(config, EvalMasterConfig):
-            raise TypeError(f"{job.name}: {type(config).__name__} is no configuration of an evaluation")
-        self._placement = self.placed(config.eval.num_tests_per_prompt)
-        score = evaluate(config, self._placement)
+        self._placement = self.placed(self._config.eval.num_tests_per_prompt)
+        score = evaluate(self._config, self._placement)
         said = f"{score.metric} {score.value:.4f} on {score.problems} problems"
         return Outcome("done", said, steps=score.problems)

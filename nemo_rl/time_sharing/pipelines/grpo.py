@@ -14,11 +14,11 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from nemo_rl.config import ClusterConfig, MasterConfig
 from nemo_rl.config.master import RootConfig
-from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, POOL_NAME, RayLink
+from nemo_rl.time_sharing.agents.actors import RayLink
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime, Dismissed, EngineError
 from nemo_rl.time_sharing.log.pool_state import Outcome, Progress
 from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
@@ -257,17 +257,15 @@ class LentPipeline:
     def _enter(self, part: Part, gpus: Sequence[int], measured: Sequence[SlotMemory], needs: Sequence[int]) -> None:
         import ray
 
+        from nemo_rl.time_sharing.pipelines.pooled_teacher import ask_pool
         from nemo_rl.time_sharing.pipelines.residents import PoolFull
 
         if self._handles.slot_bytes is not None:
             # Neighbours use the GPU at the same time, so that nothing can be measured there; each keeps to its budget.
             return
-        pool: Any = ray.get_actor(POOL_NAME, namespace=CONTROL_NAMESPACE)
-        entered = pool.report_memory.remote(
-            self._job.name, dict(zip(gpus, measured, strict=True)), dict(zip(gpus, needs, strict=True)), part
-        )
+        entered = (dict(zip(gpus, measured, strict=True)), dict(zip(gpus, needs, strict=True)))
         try:
-            ray.get(entered, timeout=_REGISTER_S)
+            ask_pool("report_memory", self._job.name, *entered, part)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, PoolFull):
                 raise error.cause from error
@@ -302,7 +300,7 @@ class TrainingPipeline(LentPipeline, Generic[Run]):
         self._placement: LentPlacement | None = None
 
     def setup(self, placement: LentPlacement) -> Run:
-        """The run, ready to train. Raises TypeError: the configuration is of another kind of run."""
+        """The run, ready to train; its configuration is of the kind that `job.PIPELINES` has this class for."""
         raise NotImplementedError
 
     def drive(self, run: Run) -> None:
@@ -333,9 +331,7 @@ class TrainingPipeline(LentPipeline, Generic[Run]):
     def live(self) -> Outcome:
         from nemo_rl.algorithms.launch import directories_of_its_own
 
-        config = self._job.config
-        if not isinstance(config, RootConfig):
-            raise TypeError(f"{self._job.name}: {type(config).__name__} is no configuration of a run that trains")
+        config = cast("RootConfig", self._job.config)
         with directories_of_its_own(config):
             samples = config.grpo.num_generations_per_prompt if isinstance(config, MasterConfig) else 1
             self._placement = placement = self.placed(samples)
@@ -365,9 +361,7 @@ class NemoRLFullFinetunePipeline(TrainingPipeline["GRPORun"]):
     def setup(self, placement: LentPlacement) -> GRPORun:
         from nemo_rl.algorithms.grpo.assembly import setup
 
-        if not isinstance(self._job.config, MasterConfig):
-            raise TypeError(f"{self._job.name}: {type(self._job.config).__name__} is no configuration of GRPO")
-        return setup(self._job.config, placement=placement)
+        return setup(cast("MasterConfig", self._job.config), placement=placement)
 
     def drive(self, run: GRPORun) -> None:
         from nemo_rl.algorithms.grpo.loop import drive

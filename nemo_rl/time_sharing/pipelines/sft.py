@@ -6,6 +6,8 @@ its GPUs only while they are granted; between two slices everything of it lies o
 
 from __future__ import annotations
 
+from typing import cast
+
 from nemo_rl.algorithms.sft.assembly import setup
 from nemo_rl.algorithms.sft.driver import SFTRun, sft_train
 from nemo_rl.config import SFTMasterConfig
@@ -17,9 +19,7 @@ class SFTPipeline(TrainingPipeline[SFTRun]):
     """An SFT run."""
 
     def setup(self, placement: LentPlacement) -> SFTRun:
-        if not isinstance(self._job.config, SFTMasterConfig):
-            raise TypeError(f"{self._job.name}: {type(self._job.config).__name__} is no configuration of SFT")
-        return setup(self._job.config, placement=placement)
+        return setup(cast("SFTMasterConfig", self._job.config), placement=placement)
 
     def drive(self, run: SFTRun) -> None:
         sft_train(run)

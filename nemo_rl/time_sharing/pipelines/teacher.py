@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from nemo_rl.config import MasterConfig
 from nemo_rl.config.teacher_sections import pooled_teacher
@@ -36,10 +36,8 @@ class TeacherPipeline(LentPipeline):
 
     def __init__(self, job: Job, handles: PoolHandles, incarnation: int) -> None:
         super().__init__(job, handles, incarnation)
-        config = job.config
-        if not isinstance(config, MasterConfig):
-            raise TypeError(f"{job.name}: {type(config).__name__} has no teacher")
-        self._config, self._teacher = config, pooled_teacher(config, job.name)
+        self._config = cast("MasterConfig", job.config)
+        self._teacher = pooled_teacher(self._config, job.name)
         self._generation: VllmGeneration | None = None
         self._serving = threading.Event()
         self._demand: OpenSamples | None = None
