@@ -20,11 +20,12 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from composed_runs import compose
 from drawn_mixes import DRAWN, drawn
 
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.simulation.baselines import QUEUE, SERIAL, STATIC, alone
-from nemo_rl.time_sharing.simulation.results import AloneTimes, compose
+from nemo_rl.time_sharing.simulation.results import AloneTimes
 from nemo_rl.time_sharing.simulation.scenario import Scenario, ScenarioJob
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import NullRecord

@@ -26,6 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
+from composed_runs import compose
 from drawn_mixes import CHEAP, DRAWN, drawn
 
 from nemo_rl.time_sharing.simulation.baselines import (
@@ -39,7 +40,7 @@ from nemo_rl.time_sharing.simulation.baselines import (
     STATIC,
     WAYS,
 )
-from nemo_rl.time_sharing.simulation.results import AloneTimes, SimulatedOutcome, compose, run_way
+from nemo_rl.time_sharing.simulation.results import AloneTimes, SimulatedOutcome, run_way
 from nemo_rl.time_sharing.simulation.scenario import Scenario, ScenarioJob
 from nemo_rl.time_sharing.simulation.scenario_reading import load_scenario
 from nemo_rl.time_sharing.simulation.tables import way_table

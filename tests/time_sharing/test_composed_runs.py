@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.composed_runs import compose
 from nemo_rl.time_sharing.simulation.baselines import OURS, QUEUE, QUEUE_LIMITS, SERIAL, STATIC
-from nemo_rl.time_sharing.simulation.results import AloneTimes, compose, run_way
+from nemo_rl.time_sharing.simulation.results import AloneTimes, run_way
 from nemo_rl.time_sharing.simulation.scenario import Scenario
 from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.composed_runs import compose
 from benchmarks.drawn_mixes import COSTS, DRAWN, drawn
 from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, OURS, QUEUE, STATIC
-from nemo_rl.time_sharing.simulation.results import AloneTimes, compose, run_way
+from nemo_rl.time_sharing.simulation.results import AloneTimes, run_way
 from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
 
 

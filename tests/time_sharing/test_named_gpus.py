@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.composed_runs import compose
 from benchmarks.named_gpus import least_s
 from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, OURS, SERIAL
-from nemo_rl.time_sharing.simulation.results import AloneTimes, compose, run_way
+from nemo_rl.time_sharing.simulation.results import AloneTimes, run_way
 from nemo_rl.time_sharing.simulation.scenario import Scenario
 from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
 

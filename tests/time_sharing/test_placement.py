@@ -12,6 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.composed_runs import compose
 from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.events import Registered
 from nemo_rl.time_sharing.log.pool_state import Outcome
@@ -31,7 +32,7 @@ from nemo_rl.time_sharing.simulation.baselines import (
     WAYS,
     worth_comparing,
 )
-from nemo_rl.time_sharing.simulation.results import AloneTimes, compose, run_way
+from nemo_rl.time_sharing.simulation.results import AloneTimes, run_way
 from nemo_rl.time_sharing.simulation.scenario import ScenarioJob as SimulatedJob
 from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
 from nemo_rl.time_sharing.simulation.tables import simulated

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.composed_runs import compose
 from nemo_rl.time_sharing.__main__ import main
 from nemo_rl.time_sharing.history.checker import check
 from nemo_rl.time_sharing.log.events import MemoryFreed, MemoryTaken
 from nemo_rl.time_sharing.simulation.baselines import OURS, QUEUE, SERIAL, STATIC, worth_comparing
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
-from nemo_rl.time_sharing.simulation.results import AloneTimes, compose, run_way
+from nemo_rl.time_sharing.simulation.results import AloneTimes, run_way
 from nemo_rl.time_sharing.simulation.scenario import Scenario
 from nemo_rl.time_sharing.simulation.scenario_reading import ScenarioError, parse_scenario
 from nemo_rl.time_sharing.simulation.simulated_teachers import SimulatedTeacher, Student

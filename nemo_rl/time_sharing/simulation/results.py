@@ -5,7 +5,6 @@ A job that did not train all its steps has no slowdown and enters no mean.
 
 from __future__ import annotations
 
-import heapq
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,8 +21,6 @@ from nemo_rl.time_sharing.simulation.baselines import (
     PLACED,
     QUEUE,
     QUEUES,
-    SERIAL,
-    STATIC,
     BatchQueue,
     accept_all,
     alone,
@@ -105,82 +102,6 @@ class AloneTimes:
         return self.known[key]
 
 
-def compose(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -> SimulatedOutcome:
-    """Outcome of SERIAL, STATIC or a QUEUE, composed from runs of each job alone: in these no two jobs use a GPU at the
-    same time.
-
-    Leaves out network delays between jobs (milliseconds), so it is much faster where jobs are many. Raises ValueError
-    for other ways, and for scenarios with faults, teachers, adapters or jobs that leave.
-    """
-    if (
-        name not in (SERIAL, STATIC, *QUEUES)
-        or scenario.teachers
-        or scenario.adapter_jobs
-        or scenario.faults != type(scenario.faults)()
-        or any(job.leaves_s is not None for job in scenario.jobs)
-    ):
-        raise ValueError(
-            f"{name}: only {SERIAL}, {STATIC} and {QUEUE}, without faults, teachers, adapters and jobs that leave, "
-            "can be put together from jobs alone"
-        )
-    scenario, alone_times = _as_run(scenario, name, alone_times)
-    changed, _ = way(scenario, name)
-    times = AloneTimes(changed) if name == STATIC else alone_times
-    ends = (
-        _ends_in_order(changed, seed, times)
-        if (queue := batch_queue(scenario, name, seed, alone_times)) is None
-        else _queued_ends(scenario, queue, seed, times)
-    )
-    runs = {job.name: times.run(job, seed) for job in changed.jobs}
-    seconds = {job.name: ends[job.name] - job.arrive_s for job in scenario.jobs}
-    fates = {name: fate for run in runs.values() for name, fate in run.fates.items()}
-    comparable = [job for job in scenario.jobs if job.name not in fates and not alone_times.run(job, seed).unfinished]
-    slowdown = {job.name: seconds[job.name] / alone_times.of(job, seed) for job in comparable}
-    pool, total = scenario.gpu_pool.slots, max(ends.values())
-    busy = {name: run.gpu_busy * run.total_s * pool for name, run in runs.items()}
-    service = [busy[job.name] / job.weight / max(seconds[job.name], 1e-9) for job in scenario.jobs]
-    return SimulatedOutcome(
-        total,
-        seconds,
-        slowdown,
-        sum(busy.values()) / (total * pool),
-        _spread(service),
-        [span for run in runs.values() for span in run.handovers_s],
-        sum(run.preemptions for run in runs.values()),
-        tuple(name for run in runs.values() for name in run.unfinished),
-        sum(run.events for run in runs.values()),
-        fates=fates,
-    )
-
-
-def _ends_in_order(scenario: Scenario, seed: int, times: AloneTimes) -> dict[str, float]:
-    """End of each job if it starts when every earlier one that shares a GPU with it has ended."""
-    ends: dict[str, float] = {}
-    gpus = {job.name: frozenset(job.train) | frozenset(job.infer) for job in scenario.jobs}
-    for job in sorted(scenario.jobs, key=lambda j: j.arrive_s):
-        before = [end for other, end in ends.items() if not gpus[other].isdisjoint(gpus[job.name])]
-        ends[job.name] = max([job.arrive_s, *before]) + times.of(job, seed)
-    return ends
-
-
-def _queued_ends(scenario: Scenario, queue: BatchQueue, seed: int, times: AloneTimes) -> dict[str, float]:
-    """End of each job under the queue; moving a job to other GPUs does not change how long it takes."""
-    jobs = {job.name: job for job in scenario.jobs}
-    ends: dict[str, float] = {}
-    coming = [(job.arrive_s, 1, number, job.name) for number, job in enumerate(scenario.jobs)]
-    heapq.heapify(coming)
-    while coming:
-        now, arrives, _, name = heapq.heappop(coming)
-        if arrives:
-            queue.submit(jobs[name])
-        else:
-            queue.ended(name)
-        for placed in queue.start(now):
-            ends[placed.name] = now + times.of(jobs[placed.name], seed)
-            heapq.heappush(coming, (ends[placed.name], 0, 0, placed.name))
-    return ends
-
-
 def batch_queue(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -> BatchQueue | None:
     """The queue of a way that has one: knowing how long each job takes alone (QUEUE), or by users' limits
     (QUEUE_LIMITS).
@@ -192,8 +113,8 @@ def batch_queue(scenario: Scenario, name: str, seed: int, alone_times: AloneTime
     return BatchQueue(scenario.gpu_pool, limits)
 
 
-def _as_run(scenario: Scenario, name: str, alone_times: AloneTimes) -> tuple[Scenario, AloneTimes]:
-    """Only sharing knows slots; in other ways a job has its GPUs to itself."""
+def as_run(scenario: Scenario, name: str, alone_times: AloneTimes) -> tuple[Scenario, AloneTimes]:
+    """What a way of running jobs has of them. Only sharing knows slots; in other ways a job has its GPUs to itself."""
     if name in (OURS, PLACED) or scenario.gpu_pool.slots_per_gpu == 1:
         return scenario, alone_times
     return on_whole_gpus(scenario), alone_times.on_whole_gpus
@@ -207,7 +128,7 @@ def run_way(
     make_record: Callable[[Callable[[], float]], Record] = lambda clock: NullRecord(),
 ) -> SimulatedOutcome:
     """Simulates a scenario in one of the ways of `baselines.WAYS` and sums it up. `make_record`: see `Surroundings`."""
-    scenario, alone_times = _as_run(scenario, name, alone_times)
+    scenario, alone_times = as_run(scenario, name, alone_times)
     changed, rule = way(scenario, name)
     validator = accept_all if name in (GAP_RATIO, GAP_RATIO_DECISIONS) else validate
     queue = batch_queue(scenario, name, seed, alone_times)
@@ -244,21 +165,18 @@ def summarise(world: World, scenario: Scenario, seed: int, alone_times: AloneTim
     handovers, preemptions = _handovers(world.entries)
     slots = scenario.gpu_pool.slots
     absent_s = sum(absence.gone_s(total) for absence in world.scenario.absences) * slots / scenario.gpu_pool.nodes
-    share = busy / max(total * slots - absent_s, 1e-9)
-    spread = _spread(service)
-    faults = _faults(world)
     return SimulatedOutcome(
         total,
         seconds,
         slowdown,
-        share,
-        spread,
+        busy / max(total * slots - absent_s, 1e-9),
+        spread(service),
         handovers,
         preemptions,
         tuple(fates),
         world.loop.events,
         fates=fates,
-        faults=faults,
+        faults=_faults(world),
     )
 
 
@@ -273,7 +191,7 @@ def _faults(world: World) -> dict[str, int]:
     return {**world.strikes, **{name: counts[name] for name in kinds.values() if counts[name]}}
 
 
-def _spread(service: Sequence[float]) -> float:
+def spread(service: Sequence[float]) -> float:
     """Standard deviation of the service per weight, over its mean."""
     return statistics.pstdev(service) / statistics.fmean(service) if len(service) > 1 and sum(service) else 0.0
 
