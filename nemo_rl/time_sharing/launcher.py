@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from nemo_rl.config.errors import UserError, did_you_mean
@@ -149,8 +149,8 @@ def _run_together(chosen: argparse.Namespace, overrides: Sequence[str]) -> int:
             return _run_scenarios(chosen, pool, overrides, Path(folder))
         files, own = files_and_overrides(chosen.pipelines or _named_files(chosen.config_path, chosen.config_name))
         files = fitted(files, pool, Path(folder), scale=chosen.scale)
-        jobs = _jobs_of(chosen, pool, files, [*own, *overrides])
-        result = _run(chosen, jobs, _new_log_dir(chosen.log_dir))
+        pool, jobs = _jobs_of(chosen, pool, files, [*own, *overrides])
+        result = _run(chosen, pool, jobs, _new_log_dir(chosen.log_dir))
     return EXIT_FAILED if result.why else EXIT_OK
 
 
@@ -169,23 +169,24 @@ def _run_scenarios(chosen: argparse.Namespace, pool: Pool, overrides: Sequence[s
     """The scenario of a letter, or each in its turn on a pool of its own; prints the table."""
     known = shipped_scenarios()
     letters = sorted(known) if chosen.scenario == ALL else [chosen.scenario]
-    jobs: dict[str, _Jobs] = {}
+    jobs: dict[str, tuple[Pool, list[Job]]] = {}
     for letter in letters:
         files = fitted(known[letter], pool, folder / letter, scale=chosen.scale, on_cpu=chosen.device == "cpu")
         jobs[letter] = _jobs_of(chosen, pool, files, overrides)
-    _check_small_models(job for together in jobs.values() for job in together.jobs)
+    _check_small_models(job for _, together in jobs.values() for job in together)
     results: list[ScenarioResult] = []
     try:
         for letter in letters:
             sys.stderr.write(f"scenario {letter}\n")
             log_dir = _new_log_dir(chosen.log_dir / f"scenario_{letter.lower()}")
+            its_pool, together = jobs[letter]
             # No run goes on from an earlier one's checkpoints.
             own = [
                 replace(job, config=in_folders(job.config, *(f"{log_dir}/{kind}/{job.name}" for kind in _OWN)))
-                for job in jobs[letter].jobs
+                for job in together
             ]
             try:
-                result = _run(chosen, jobs[letter]._replace(jobs=own), log_dir)
+                result = _run(chosen, its_pool, own, log_dir)
             except UserError as error:
                 result = ScenarioResult(letter, why=f"{type(error).__name__}: {error}")
             results.append(replace(result, name=letter))
@@ -206,14 +207,10 @@ def _check_small_models(jobs: Iterable[Job]) -> None:
             )
 
 
-class _Jobs(NamedTuple):
-    """Jobs to run together, and their pool."""
-
-    pool: Pool
-    jobs: Sequence[Job]
-
-
-def _jobs_of(chosen: argparse.Namespace, pool: Pool, files: Sequence[Path], overrides: Sequence[str]) -> _Jobs:
+def _jobs_of(
+    chosen: argparse.Namespace, pool: Pool, files: Sequence[Path], overrides: Sequence[str]
+) -> tuple[Pool, list[Job]]:
+    """Jobs to run together, and the pool with as many slots as they need."""
     jobs = read_jobs(files, pool, overrides)
     check_code(jobs)
     if chosen.slots_per_gpu == AUTO:
@@ -221,13 +218,12 @@ def _jobs_of(chosen: argparse.Namespace, pool: Pool, files: Sequence[Path], over
         sys.stderr.write(f"slots of each GPU: {choice.slots} ({choice.why})\n")
         pool = replace(pool, slots_per_gpu=choice.slots)
         jobs = read_jobs(files, pool, overrides)
-    return _Jobs(pool, jobs)
+    return pool, jobs
 
 
-def _run(chosen: argparse.Namespace, together: _Jobs, log_dir: Path) -> ScenarioResult:
-    """Jobs on a pool of their own, to the end."""
-    with _pool(together.pool, chosen, log_dir) as actor:
-        names = submit_all(actor, together.jobs, submitters_env(), admit_delay_s=chosen.admit_delay_s)
+def _run(chosen: argparse.Namespace, pool: Pool, jobs: Sequence[Job], log_dir: Path) -> ScenarioResult:
+    with _pool(pool, chosen, log_dir) as actor:
+        names = submit_all(actor, jobs, submitters_env(), admit_delay_s=chosen.admit_delay_s)
         standings = watch(actor, names)
     return _checked(log_dir, standings)
 
@@ -460,7 +456,10 @@ def serve(chosen: argparse.Namespace) -> int:
             if (trouble := log_trouble(log_dir)) != said:
                 sys.stderr.write(f"{trouble or 'the log can be written again'}\n")
                 said = trouble
-        _suspend(actor, chosen.grace or 0.0, log_dir)
+        for line in ask(actor.suspend.remote()):
+            sys.stderr.write(f"{line}\n")
+        wait_for_pipelines(actor, timeout_s=chosen.grace or 0.0, but_waiting=True)
+        sys.stderr.write(f"the next pool goes on with serve --continue-from {log_dir}\n")
     return EXIT_INTERRUPTED
 
 
@@ -488,11 +487,3 @@ def _taken_over(actor: ActorHandle[object], job: Job) -> str:
     except PoolError as error:
         return f"{job.name}: not continued: {error}"
     return f"{job.name}: " + ("continues" if job.resumes else "begins again from its start, as it saves nothing")
-
-
-def _suspend(actor: ActorHandle[object], grace_s: float, log_dir: Path) -> None:
-    """Lets all jobs save for so long."""
-    for line in ask(actor.suspend.remote()):
-        sys.stderr.write(f"{line}\n")
-    wait_for_pipelines(actor, timeout_s=grace_s, but_waiting=True)
-    sys.stderr.write(f"the next pool goes on with serve --continue-from {log_dir}\n")

@@ -70,7 +70,11 @@ def multi_process_service(choice: str, *, several: bool) -> Generator[bool]:
 
 def _starts(choice: str, given: Mapping[str, str]) -> bool:
     try:
-        _start(given)
+        if shutil.which(_COMMAND) is None:
+            raise MpsError(f"--mps on: {_COMMAND} is not on PATH; it comes with the NVIDIA driver, or set --mps off")
+        if os.environ.get("RAY_ADDRESS", "local") != "local":
+            raise MpsError("--mps on: the processes of the Ray cluster RAY_ADDRESS names were started without it")
+        _control("-d", timeout_s=_START_S, given=given)
     except MpsError as error:
         _kill_left(given["CUDA_MPS_PIPE_DIRECTORY"])
         if choice == "on":
@@ -79,14 +83,6 @@ def _starts(choice: str, given: Mapping[str, str]) -> bool:
         return False
     logger.info("mps=on")
     return True
-
-
-def _start(given: Mapping[str, str]) -> None:
-    if shutil.which(_COMMAND) is None:
-        raise MpsError(f"--mps on: {_COMMAND} is not on PATH; it comes with the NVIDIA driver, or set --mps off")
-    if os.environ.get("RAY_ADDRESS", "local") != "local":
-        raise MpsError("--mps on: the processes of the Ray cluster RAY_ADDRESS names were started without it")
-    _control("-d", timeout_s=_START_S, given=given)
 
 
 def _end_clients(given: Mapping[str, str]) -> None:

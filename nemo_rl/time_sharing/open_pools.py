@@ -117,7 +117,8 @@ def open_pools(say: Callable[[str], object]) -> list[OpenPool]:
     found = []
     for path in sorted(users_directory().glob("pool_*.json")):
         try:
-            pool = _read(path)
+            must = "must belong to you and be readable by you alone (mode 0600); remove it"
+            pool = _parsed(path, read_trusted(path, 0o077, {os.getuid()}, must))
         except FileNotFoundError:  # closed meanwhile
             continue
         if pool.is_open:
@@ -126,11 +127,6 @@ def open_pools(say: Callable[[str], object]) -> list[OpenPool]:
             path.unlink(missing_ok=True)
             say(f"the pool {pool.name} ended without being closed: its process {pool.pid} is gone; log: {pool.log_dir}")
     return sorted(found, key=lambda pool: (pool.name, pool.pid))
-
-
-def _read(path: Path) -> OpenPool:
-    must = "must belong to you and be readable by you alone (mode 0600); remove it"
-    return _parsed(path, read_trusted(path, 0o077, {os.getuid()}, must))
 
 
 def _parsed(path: Path, text: str) -> OpenPool:

@@ -85,7 +85,7 @@ def check_unix_users(team: Team, log_dir: str, *, run_as_submitter: bool) -> Non
     """
     if run_as_submitter:
         shared = [log_dir, tempfile.gettempdir(), "/dev/shm"]
-        submitters = [user for user in team.users.values() if user.may_submit]
+        submitters = [user for user in team.users.values() if user.role != "viewer"]
         with ThreadPoolExecutor(8) as threads:
             names = [user.runs_as for user in submitters]
             found = [*threads.map(partial(why_unusable, writes=shared), names)]

@@ -45,7 +45,7 @@ from nemo_rl.time_sharing.log.pool_state import (
     Submission,
 )
 from nemo_rl.time_sharing.log.reading import LogTail
-from nemo_rl.time_sharing.log.sharing import Sharing, SharingWatch
+from nemo_rl.time_sharing.log.sharing import SharingWatch
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles
 from nemo_rl.time_sharing.pipelines.job import PIPELINES, Job, Kind
 from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotMemory
@@ -592,7 +592,10 @@ class PoolJobs(Orchestrator):
         for answer in ready:
             with suppress(ray.exceptions.RayError):
                 self._note_progress(asked[answer], ray.get(answer))
-        sharing = self._sharing_so_far()
+        with self._lock:
+            for entry in self._log.new():
+                self._sharing.take(entry.time, entry.event)
+            sharing = self._sharing.so_far(time.time())
         found: list[Standing] = []
         for name, submission in submissions.items():
             same = {key: getattr(submission, key) for key in KEPT_AND_SHOWN}
@@ -601,12 +604,6 @@ class PoolJobs(Orchestrator):
             now = Standing(**same, progress=self._seen.get(name), sharing=sharing.get(name), waits=waits)
             found.append(replace(now, hosts=hosts, disk=disk))
         return found
-
-    def _sharing_so_far(self) -> dict[str, Sharing]:
-        with self._lock:
-            for entry in self._log.new():
-                self._sharing.take(entry.time, entry.event)
-            return self._sharing.so_far(time.time())
 
     def _adapters(self, name: str, command: str, values: Sequence[str]) -> object:
         import ray

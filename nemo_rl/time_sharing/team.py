@@ -65,11 +65,6 @@ class User:
         """The Unix user of the user's jobs under --run-as-submitter."""
         return self.unix_user or self.name
 
-    @property
-    def may_submit(self) -> bool:
-        """Whether the role allows jobs of one's own."""
-        return ROLES.index(self.role) >= ROLES.index(_LEAST[SUBMIT])
-
     def __str__(self) -> str:
         return f"{self.name} ({self.role} of {self.group})"
 

@@ -324,7 +324,7 @@ def test_ray_and_the_jobs_inherit_no_secret_of_the_pool(command: list[str], monk
     monkeypatch.setattr(launcher, "_pool", opened)
     monkeypatch.setattr(launcher, "_new_log_dir", lambda root: root)
     monkeypatch.setattr(launcher, "fitted", lambda files, *_, **named: files)
-    monkeypatch.setattr(launcher, "_jobs_of", lambda chosen, pool, *_: launcher._Jobs(pool, []))
+    monkeypatch.setattr(launcher, "_jobs_of", lambda chosen, pool, *_: (pool, []))
     assert (main(command) if command[0] == "serve" else run_together(command)) == 130
     assert seen == ["https://example.com/secret"] * 2 + [None] * 2
     given = without_private(variables_of(Job("a", CommandConfig(command=["true"]), (), (0,))))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -225,7 +226,7 @@ def test_a_scheduler_that_is_killed_while_it_waits_does_not_spare_the_next_one_t
 def test_a_scheduler_that_was_stopped_goes_on_at_once_on_any_boot(start: Callable[[str], SchedulerActor]) -> None:
     first = start("here/1")
     first.register("a", "ns", {ACTOR_INFER: 1}, {ACTOR_INFER: [0, 1]}, {})
-    first.drain("a")
+    first._core.drain("a", time.time())
     for _ in range(2):
         first.stop()
     assert not start("here/2").describe()["recovering"]

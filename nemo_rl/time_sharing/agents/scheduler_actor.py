@@ -27,7 +27,7 @@ from nemo_rl.time_sharing.protocol.topology import Pool, Topology
 from nemo_rl.time_sharing.protocol.types import Answer, Command, CommandOutcome, Limits, Reply, Status, Verb
 from nemo_rl.time_sharing.scheduling.liveness import SteadyClock
 from nemo_rl.time_sharing.scheduling.scheduler import Scheduler
-from nemo_rl.utils.record import Record, RecordError
+from nemo_rl.utils.record import RecordError
 
 logger = logging.getLogger(__name__)
 
@@ -295,13 +295,10 @@ class SchedulerActor:
         """
         record, state = self._record.bind(f"{command.pipeline}/reaper"), self._core.state
         for quarantine in state.quarantines:
-            pipeline, incarnation, rank = quarantine.whose
-            if (pipeline, incarnation) == (command.pipeline, command.incarnation) and command.rank in (-1, rank):
+            *whose, rank = quarantine.whose
+            if whose == [command.pipeline, command.incarnation] and command.rank in (-1, rank):
                 record.emit(MemoryFreed(EVERYTHING, quarantine.gpus))
-        self._note_booked_memory_free(command, record)
-
-    def _note_booked_memory_free(self, command: Command, record: Record) -> None:
-        pipeline = self._core.state.pipelines.get(command.pipeline)
+        pipeline = state.pipelines.get(command.pipeline)
         if pipeline is None or pipeline.incarnation != command.incarnation:
             return
         ranks = [command.rank] if command.rank >= 0 else sorted(pipeline.awake)

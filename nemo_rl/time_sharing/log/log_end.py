@@ -8,7 +8,6 @@ acts: a log that lost its end cannot end in the closing mark of an earlier write
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,14 +40,9 @@ def read_log(path: Path, boot: str) -> PastLog:
     entries = list(read_record(path, recover=True))
     # A torn last line was never acted upon; a whole line that cannot be read means that effects are missing.
     damaged = path.read_bytes().count(b"\n") > len(entries)
-    return PastLog(entries, not damaged and _ends_where_its_writer_did(entries, boot))
-
-
-def _ends_where_its_writer_did(entries: Sequence[Entry], boot: str) -> bool:
-    if entries and isinstance(entries[-1].event, LogClosed):
-        return True
+    closed = bool(entries) and isinstance(entries[-1].event, LogClosed)
     writer = next((entry.event.boot for entry in reversed(entries) if isinstance(entry.event, LogSigned)), "")
-    return boot != "" and writer == boot
+    return PastLog(entries, not damaged and (closed or (boot != "" and writer == boot)))
 
 
 def sign(record: RecordWriter, boot: str) -> None:

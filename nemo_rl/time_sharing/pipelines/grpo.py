@@ -337,7 +337,9 @@ class TrainingPipeline(LentPipeline, Generic[Run]):
             self._placement = placement = self.placed(samples)
             self._run = run = self.setup(placement)
             if isinstance(run.record, RecordWriter):
-                self._show_record(run)
+                # It is found beside the scheduler's log, so that all records are checked together.
+                link = Path(self._handles.log_dir) / f"{self._job.name}.{self._incarnation}.run.jsonl"
+                link.symlink_to((Path(run.config.logger.log_dir) / "record.jsonl").absolute())
             if self._draining.is_set():
                 run.timeout.end_after_step()
             try:
@@ -348,11 +350,6 @@ class TrainingPipeline(LentPipeline, Generic[Run]):
                 run.close()
         of, saves = run.progress.total_steps, config.checkpointing.enabled
         return self._left_early(run.state.step, of, saves=saves, waited_s=self._waited_s())
-
-    def _show_record(self, run: Run) -> None:
-        """The run's record is found beside the scheduler's log, so that all of them are checked together."""
-        link = Path(self._handles.log_dir) / f"{self._job.name}.{self._incarnation}.run.jsonl"
-        link.symlink_to((Path(run.config.logger.log_dir) / "record.jsonl").absolute())
 
 
 class NemoRLFullFinetunePipeline(TrainingPipeline["GRPORun"]):

@@ -227,11 +227,6 @@ class Job:
             return moved
         return replace(moved, column=job_placement.column_for(moved.infer, pool.slots_per_gpu, others))
 
-    @property
-    def mapped(self) -> job_placement.Mapped:
-        """Where it lies."""
-        return job_placement.Mapped(self.train, self.infer, self.column)
-
     def covers_every_rank(self) -> bool:
         """Whether training takes GPUs of every rank, so that it and generation take turns."""
         ranks = [self.infer[start : start + self.rank_width] for start in range(0, len(self.infer), self.rank_width)]
@@ -270,7 +265,7 @@ def read_jobs(files: Sequence[str | Path], pool: Pool, overrides: Sequence[str] 
     for source in sources:
         meant = [text for text in overrides if _concerns(text, source, sources)]
         job = _read_job(source, pool, meant, taken=[other.name for other in jobs])
-        jobs.append(job.placed(pool, [other.mapped for other in jobs]))
+        jobs.append(job.placed(pool, [job_placement.Mapped(one.train, one.infer, one.column) for one in jobs]))
     own = with_own_folders({job.name: job.config for job in jobs if not job.teaches})
     jobs = [replace(job, config=own.get(job.name, job.config)) for job in jobs]
     for job in jobs:
@@ -331,7 +326,9 @@ def _read_job(source: _Source, pool: Pool, overrides: Sequence[str], *, taken: S
     elif isinstance(config, RootConfig):
         train = _train_mapping(wrapper.get("train_device_mapping"), config, pool, name)
     given = wrapper.get("infer_device_mapping")
-    infer = train if _trains_only(config) else tuple(given or _all_of(pool, config))
+    # For a command as many GPUs of the pool as divide into its ranks.
+    everywhere = range(pool.gpus - pool.gpus % config.gpus if isinstance(config, CommandConfig) else pool.gpus)
+    infer = train if _trains_only(config) else tuple(given or everywhere)
     anywhere = bool(train) and wrapper.get("train_device_mapping") is None
     if anywhere and given:
         train = infer[: len(train)]
@@ -361,11 +358,6 @@ def _config(source: _Source, overrides: Sequence[str]) -> Config:
 
 def _trains_only(config: Config) -> bool:
     return isinstance(config, RootConfig) and engines_of(config, None) is None
-
-
-def _all_of(pool: Pool, config: Config) -> range:
-    """All GPUs of the pool; for a command as many of them as divide into its ranks."""
-    return range(pool.gpus - pool.gpus % config.gpus if isinstance(config, CommandConfig) else pool.gpus)
 
 
 def _name(wanted: str, taken: Sequence[str]) -> str:

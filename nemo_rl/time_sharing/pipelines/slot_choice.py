@@ -75,7 +75,8 @@ def choose_slots(jobs: Sequence[Job], pool: Pool, device_bytes: int | None) -> C
         device_bytes: Memory of the smallest GPU; None on CPU slots, whose memory is not divided.
     """
     sharing = [job for job in jobs if job.column is not None]
-    most = max(sum(gpu in _may_use(job, pool) for job in sharing) for gpu in range(pool.gpus))
+    may_use = [range(pool.gpus) if job.anywhere else (*job.infer, *job.train) for job in sharing]
+    most = max(sum(gpu in gpus for gpus in may_use) for gpu in range(pool.gpus))
     wanted = min(most, MOST_SLOTS)
     if wanted <= 1:
         return Choice(1, "no GPU has work for several jobs")
@@ -94,10 +95,6 @@ def choose_slots(jobs: Sequence[Job], pool: Pool, device_bytes: int | None) -> C
             return Choice(slots, why)
         why = f"with {slots}, {lacking}"
     return Choice(1, why)
-
-
-def _may_use(job: Job, pool: Pool) -> Sequence[int]:
-    return range(pool.gpus) if job.anywhere else (*job.infer, *job.train)
 
 
 def needs_of(job: Job) -> Needs:

@@ -169,13 +169,6 @@ def _unbooked(state: SchedulerState, status: Status) -> tuple[int, ...]:
     return tuple(sorted(said - booked))
 
 
-def _being_ended(state: SchedulerState, status: Status, rank: int) -> bool:
-    """Whether the ledger knows that the rank's processes are still there: they could not be ended so far, and it is
-    tried again.
-    """
-    return any(q.whose == (status.pipeline, status.incarnation, rank) for q in state.quarantines)
-
-
 def _ranks(
     state: SchedulerState, executor: Executor, emit: Callable[[object], None], status: Status, pipeline: PipelineState
 ) -> None:
@@ -186,7 +179,8 @@ def _ranks(
         if (
             not 0 <= rank < len(pipeline.topology.ranks)
             or (known is not None and known.epoch >= epoch)
-            or _being_ended(state, status, rank)
+            # Its processes could not be ended so far, and it is tried again.
+            or any(q.whose == (name, status.incarnation, rank) for q in state.quarantines)
             # Said before this scheduler saw the rank's end.
             or epoch <= executor.slept.get((name, status.incarnation, rank), -1)
         ):

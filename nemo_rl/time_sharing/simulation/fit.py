@@ -129,7 +129,8 @@ def fit(entries: Iterable[Entry]) -> Fitted:
         "name": "a run's own times",
         "pool": {"nodes": pool.nodes, "gpus_per_node": pool.gpus_per_node, "slots_per_gpu": pool.slots_per_gpu},
         "jobs": [_section(name, job, job.at - first) for name, job in fitted.items()],
-        "costs": _costs_section(costs),
+        # The trainer's work around a step is part of its hold.
+        "costs": dict.fromkeys(_NOTHING, 0.0) | {name: statistics.median(s) for name, s in costs.seconds.items()},
         "limits": {name: float(value) for name, value in pool.limits.items()},
     }
     return Fitted(parse_scenario(given, where="the run"), {name: job.ended - job.at for name, job in fitted.items()})
@@ -296,9 +297,3 @@ def _engine(requests: Sequence[_Request]) -> tuple[float, float]:
         # Nothing is gained by running alone: the time of a token is that of the whole batch.
         alone = slope = mean_each / (1.0 + mean_beside)
     return float(1.0 / alone), max(float(alone / slope), 1e-3)
-
-
-def _costs_section(costs: _Costs) -> dict[str, float]:
-    found = {name: statistics.median(seconds) for name, seconds in costs.seconds.items()}
-    # The trainer's work around a step is part of its hold.
-    return dict.fromkeys(_NOTHING, 0.0) | found

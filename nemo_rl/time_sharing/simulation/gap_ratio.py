@@ -41,10 +41,6 @@ class _Row:
     tau: float = 0.0
     wanted_gpus: int = 0
 
-    @property
-    def todo(self) -> float:
-        return self.remaining / self.target if self.target else 0.0
-
 
 def plan(snapshot: Snapshot, now: float) -> Plan:
     """One cycle of the rule. Cycles are strictly serial: none begins while hand-overs of the last one are under way,
@@ -138,7 +134,7 @@ class _Cycle:
     def __init__(self, plan_state: PlanState, result: Plan, rows: list[_Row], work: float, budget: int) -> None:
         self._plan_state, self._result, self._budget = plan_state, result, budget
         self._rows = {row.name: row for row in rows}
-        self._todo = {row.name: row.todo for row in rows}
+        self._todo = {row.name: row.remaining / row.target if row.target else 0.0 for row in rows}
         self._touched: set[tuple[str, int]] = set()
         for row in rows:
             row.tau = row.remaining * row.tp / work
@@ -211,7 +207,10 @@ class _Cycle:
             if plan_state.kind[gpu] != RANK or lease is None or (lease.pipeline, lease.rank) in donors:
                 continue
             donor = self._rows.get(lease.pipeline)
-            if donor is None or donor is row or self._gap(donor) >= 0 or _spare(donor) - spent.get(donor.name, 0) <= 0:
+            if donor is None or donor is row or self._gap(donor) >= 0:
+                return None
+            spare = max(0, donor.active - max(1, donor.wanted_gpus // donor.tp))
+            if spare <= spent.get(donor.name, 0):
                 return None
             if (
                 plan_state.pipelines[lease.pipeline].awake[lease.rank].phase is not Phase.SERVING
@@ -221,7 +220,3 @@ class _Cycle:
             spent[donor.name] = spent.get(donor.name, 0) + 1
             donors.append((lease.pipeline, lease.rank))
         return donors
-
-
-def _spare(row: _Row) -> int:
-    return max(0, row.active - max(1, row.wanted_gpus // row.tp))

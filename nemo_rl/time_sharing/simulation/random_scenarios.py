@@ -97,7 +97,10 @@ def _of_a_team(drawn: Drawn, rng: random.Random) -> Drawn:
         name: {"parent": group} for name, group in (("u0", "g0"), ("u1", "below"), ("u2", "g1"), ("u3", "g1"))
     }
     users["u2"]["share"] = rng.choice((None, 0.5))
-    jobs = [job | {"user": rng.choice(list(users)), "priority": _priority(rng)} for job in drawn["jobs"]]
+    jobs = [
+        job | {"user": rng.choice(list(users)), "priority": "high" if rng.random() < 0.2 else "normal"}
+        for job in drawn["jobs"]
+    ]
     for name in users:
         # No job needs more than its limit.
         needs = [max(len(job["train"]), job["tp"]) for job in jobs if job["user"] == name]
@@ -108,10 +111,6 @@ def _of_a_team(drawn: Drawn, rng: random.Random) -> Drawn:
         gap: Drawn = {"name": "gaps", "train": [], "infer": infer, "steps": 5, "user": "u0", "priority": "scavenger"}
         jobs.append(gap | {"tp": rng.choice([job["tp"] for job in jobs if job["infer"] == infer]), "staleness": 0})
     return drawn | {"groups": groups, "users": users, "jobs": jobs, "half_life_hours": rng.choice((0.02, 0.5))}
-
-
-def _priority(rng: random.Random) -> str:
-    return "high" if rng.random() < 0.2 else "normal"
 
 
 def _on_slots(drawn: Drawn, rng: random.Random) -> dict[str, object]:

@@ -61,10 +61,6 @@ class SimulatedOutcome:
         return percentile(list(self.slowdown.values()), 99)
 
 
-def ignore(_: World) -> None:
-    """Watches no simulation."""
-
-
 class AloneTimes:
     """Each job by itself, with the same prompts, without faults; simulated once per job and seed. `known` are runs that
     are there already; `watch` gets every simulation before it runs.
@@ -74,7 +70,7 @@ class AloneTimes:
         self,
         scenario: Scenario,
         known: dict[tuple[str, int], SimulatedOutcome] | None = None,
-        watch: Callable[[World], None] = ignore,
+        watch: Callable[[World], None] = lambda world: None,
     ) -> None:
         self._scenario = scenario.model_copy(
             update={"faults": type(scenario.faults)(), "network": type(scenario.network)()}

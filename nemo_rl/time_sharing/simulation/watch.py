@@ -40,7 +40,7 @@ def problems(state: SchedulerState) -> Iterator[str]:
         yield f"GPUs {sorted(state.quarantined)} are withheld, in quarantine are {state.quarantines}"
     trainers = [0] * len(state.owner)
     for pipeline in state.pipelines.values():
-        for gpu in _trained_on(pipeline):
+        for gpu in {gpu for cluster in pipeline.spec.clusters if cluster.name == ACTOR_TRAIN for gpu in cluster.gpus}:
             trainers[gpu] += 1
     if state.trainers != trainers:
         yield f"the numbers of pipelines that train on each GPU are {trainers}, kept is {state.trainers}"
@@ -84,10 +84,6 @@ def _claims(state: SchedulerState) -> Iterator[str]:
     for whose, cluster, _ in state.claims:
         if whose not in state.pipelines:
             yield f"{whose}/{cluster} claims GPUs and is not registered"
-
-
-def _trained_on(pipeline: PipelineState) -> set[int]:
-    return {gpu for cluster in pipeline.spec.clusters if cluster.name == ACTOR_TRAIN for gpu in cluster.gpus}
 
 
 def _lacks_a_rank(pipeline: PipelineState) -> bool:

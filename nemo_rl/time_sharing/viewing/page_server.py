@@ -151,7 +151,7 @@ class PoolView:
                 "may": [managed is None or standing.name in managed for standing in self._known],
                 "why": [standing.why for standing in self._known],
                 "ended": [standing.outcome is not None for standing in self._known],
-                "reports": [bool(standing.log_dir) and _has_report(standing.log_dir) for standing in self._known],
+                "reports": [bool(one.log_dir) and Path(one.log_dir, "report.html").exists() for one in self._known],
                 "about": said,
             }
 
@@ -212,10 +212,6 @@ class PoolView:
 
 def _host_memory(standing: Standing) -> str:
     return in_words(sum(use.memory for use in standing.hosts)) if standing.hosts else ""
-
-
-def _has_report(folder: str) -> bool:
-    return (Path(folder) / "report.html").exists()
 
 
 class PageServer:

@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_rl.time_sharing.log.pool_state import Standing
-from nemo_rl.time_sharing.log.sharing import Gain
 from nemo_rl.time_sharing.viewing.timeline import Timeline
 from nemo_rl.utils.progress import format_duration
 from nemo_rl.utils.text import printable
@@ -141,18 +140,16 @@ def waited_s(standing: Standing) -> float:
     return said.waited_s if said is not None else 0.0
 
 
-def _gained(gain: Gain) -> str:
-    how = f"a step {gain.alone_s:.1f} s alone, {gain.together_s:.1f} s shared"
-    return f"{gain.of_all:.2f}x{'' if gain.keeps else ', so in turn'} ({how})"
-
-
 def cells(standing: Standing, *, users: bool = False) -> list[str]:
     """One pipeline as text, column by column; `users`: with that of its user."""
     progress, outcome, sharing = standing.progress, standing.outcome, standing.sharing
     of = f"/{progress.of}" if progress is not None and progress.of else ""
     figures = dict(progress.figures) if progress is not None else {}
     reward = figures.pop("reward", None)
-    gain = sharing.gain if sharing is not None else None
+    gained = ""
+    if sharing is not None and (gain := sharing.gain) is not None:
+        how = f"a step {gain.alone_s:.1f} s alone, {gain.together_s:.1f} s shared"
+        gained = f"{gain.of_all:.2f}x{'' if gain.keeps else ', so in turn'} ({how})"
     left_s = progress.left_s if progress is not None and outcome is None else None
     kept = standing.kept(time.time())
     left = "" if left_s is None else format_duration(left_s)
@@ -169,7 +166,7 @@ def cells(standing: Standing, *, users: bool = False) -> list[str]:
         f"{waited_s(standing):.1f} s",
         f"{sharing.share:.0%}" if sharing is not None else "",
         _with_wish(slowdown, kept.get("max_slowdown")),
-        "" if gain is None else _gained(gain),
+        gained,
         f"{(standing.ended_at or time.time()) - standing.submitted_at:.0f}",
         *([f"{standing.user} ({standing.group})"] if users else []),
     ]

@@ -332,7 +332,11 @@ def _take(builder: TimelineBuilder, source: str, event: object, time: float) -> 
             timeline.simulated = event
         case rec.ShardWoken():
             # The steps of a rise are in the record of its pipeline.
-            _step_of_rise(builder, source.partition("/")[0], event.shard, time)
+            whose = (source.partition("/")[0], ACTOR_INFER, event.shard)
+            rising = builder.open.get(("gpus", *whose))
+            if rising is not None and rising.phase == Phase.RISING.value:
+                label = f"GEN {whose[0]} rank {event.shard} syncing"
+                builder.hold(whose, time, "syncing", rising.tag, label, kind=rising.kind)
         case rec.StepFinished():
             name = source.partition("/")[0]
             timeline.steps[name] = timeline.steps.get(name, 0) + 1
@@ -387,13 +391,6 @@ def _take_fault(builder: TimelineBuilder, event: object, time: float) -> None:
             timeline.faults.append((time, f"the clock jumped by {event.seconds:g} s"))
         case _:
             pass
-
-
-def _step_of_rise(builder: TimelineBuilder, pipeline: str, rank: int, time: float) -> None:
-    rising = builder.open.get(("gpus", pipeline, ACTOR_INFER, rank))
-    if rising is not None and rising.phase == Phase.RISING.value:
-        label = f"GEN {pipeline} rank {rank} syncing"
-        builder.hold((pipeline, ACTOR_INFER, rank), time, "syncing", rising.tag, label, kind=rising.kind)
 
 
 def _take_rank(builder: TimelineBuilder, event: ev.RankMoved, time: float) -> None:
