@@ -60,9 +60,8 @@ class EndChecks(Checks):
 
     def _started(self, entry: Entry, event: ev.SchedulerStarted) -> None:
         if not event.complete and self._term > 0 and event.term <= self._term + 1:
-            self._bad(
-                11, f"a scheduler without the end of its log takes term {event.term}, which may be in what is lost"
-            )
+            what = f"a scheduler without the end of its log takes term {event.term}"
+            self._bad(11, f"{what}, which may be in what is lost")
         self._term = max(self._term, event.term)
         self._blind_until, self._isolated = entry.time, False
         self._grace = None if event.complete else entry.time + self._ledger.limits.get("lease_s", 0.0)

@@ -65,11 +65,8 @@ class GpuChecks(Checks):
         for gpu, holder in sorted(self._memory.items()):
             known = holder.partition("/")[0] in self._ledger.live
             if known and self._leases.get(gpu) != holder and gpu not in self._quarantined:
-                self._bad(
-                    10,
-                    f"after taking stock GPU {gpu} is called {self._leases.get(gpu, 'free')} while {holder} "
-                    "occupies its memory",
-                )
+                called = f"GPU {gpu} is called {self._leases.get(gpu, 'free')}"
+                self._bad(10, f"after taking stock {called} while {holder} occupies its memory")
 
     def _rejected(self, entry: Entry, event: ev.PlanRejected) -> None:
         self._bad(10, f"a plan broke the ledger: {'; '.join(event.problems)}")

@@ -95,11 +95,8 @@ class OrderChecks(Checks):
         if event.priority is Priority.ACTOR_TRAINING and not self._ledger.gap:
             under_way = pipeline.waking | pipeline.claimed
             if under_way:
-                self._bad(
-                    6,
-                    f"{event.pipeline} may train step {event.step} while its ranks {sorted(under_way)} are "
-                    "being expanded",
-                )
+                what = f"{event.pipeline} may train step {event.step}"
+                self._bad(6, f"{what} while its ranks {sorted(under_way)} are being expanded")
 
     def _rank(self, entry: Entry, event: ev.RankMoved) -> None:
         pipeline = self._pipelines[event.pipeline]
@@ -146,11 +143,8 @@ class OrderChecks(Checks):
         if pipeline.fenced or pipeline.trained_version is None:
             return
         if pipeline.published is None or pipeline.published < pipeline.trained_version:
-            self._bad(
-                5,
-                f"{who} gives its training GPUs back with version {pipeline.trained_version} trained and "
-                f"{pipeline.published} published",
-            )
+            versions = f"version {pipeline.trained_version} trained and {pipeline.published} published"
+            self._bad(5, f"{who} gives its training GPUs back with {versions}")
 
     # Invariants 3 and 7.
 
@@ -163,27 +157,18 @@ class OrderChecks(Checks):
         pipeline.published = event.version
         for shard, _ in sorted(pipeline.routed.items()):
             if pipeline.loaded.get(shard) != event.version:
-                self._bad(
-                    3,
-                    f"{entry.source} publishes version {event.version} while shard {shard} serves version "
-                    f"{pipeline.loaded.get(shard)}",
-                )
+                what = f"{entry.source} publishes version {event.version}"
+                self._bad(3, f"{what} while shard {shard} serves version {pipeline.loaded.get(shard)}")
 
     def _routed(self, entry: Entry, event: rec.ShardRouted) -> None:
         pipeline = self._of(entry)
         self._check_generation(entry, pipeline, event.generation)
         if event.shard not in pipeline.awake:
             self._bad(7, f"{entry.source} routes shard {event.shard}, which is asleep")
-        if (
-            pipeline.published is None
-            or pipeline.loaded.get(event.shard) != pipeline.published
-            or event.version != pipeline.published
-        ):
-            self._bad(
-                3,
-                f"{entry.source} routes shard {event.shard} as version {event.version}; "
-                f"it holds {pipeline.loaded.get(event.shard)}, published is {pipeline.published}",
-            )
+        loaded, published = pipeline.loaded.get(event.shard), pipeline.published
+        if published is None or not loaded == published == event.version:
+            what = f"{entry.source} routes shard {event.shard} as version {event.version}"
+            self._bad(3, f"{what}; it holds {loaded}, published is {published}")
         pipeline.routed[event.shard] = event.version
 
     def _unrouted(self, entry: Entry, event: rec.ShardUnrouted) -> None:
@@ -223,9 +208,8 @@ class OrderChecks(Checks):
             return
         pipeline = self._of(entry)
         if event.shard not in pipeline.routed:
-            self._bad(
-                7, f"{entry.source}: request {event.request_id} goes to shard {event.shard}, which takes no requests"
-            )
+            what = f"request {event.request_id} goes to shard {event.shard}, which takes no requests"
+            self._bad(7, f"{entry.source}: {what}")
         pipeline.running.setdefault(event.shard, set()).add(event.request_id)
 
     def _finished(self, entry: Entry, event: rec.RequestFinished) -> None:

@@ -150,67 +150,41 @@ class PromptChecks(Checks):
 
     def _committed(self, entry: Entry, event: rec.GroupCommitted) -> None:
         pipeline = self._of(entry)
-        group = pipeline.groups.get(event.group_id)
+        group, who = pipeline.groups.get(event.group_id), f"prompt group {event.group_id}"
         if group is None or group.committed:
-            self._bad(
-                2,
-                f"prompt group {event.group_id} is committed " + ("twice" if group else "without having been admitted"),
-            )
+            self._bad(2, f"{who} is committed {'twice' if group else 'without having been admitted'}")
             return
         group.committed = True
         if event.restored:
             group.newest = event.version
             return
         if group.done != group.samples:
-            self._bad(2, f"prompt group {event.group_id} is committed with {group.done} of {group.samples} samples")
+            self._bad(2, f"{who} is committed with {group.done} of {group.samples} samples")
         if event.version != group.newest:
-            self._bad(
-                3,
-                f"prompt group {event.group_id} is committed as version {event.version}, its newest tokens "
-                f"are of {group.newest}",
-            )
+            self._bad(3, f"{who} is committed as version {event.version}, its newest tokens are of {group.newest}")
 
     def _trained(self, entry: Entry, event: rec.GroupTrained) -> None:
         pipeline = self._of(entry)
-        group = pipeline.groups.pop(event.group_id, None)
+        group, who = pipeline.groups.pop(event.group_id, None), f"prompt group {event.group_id}"
         if group is None:
-            self._bad(
-                2,
-                f"prompt group {event.group_id} is trained "
-                + ("twice" if event.group_id in pipeline.ended else "without having been admitted"),
-            )
+            how = "twice" if event.group_id in pipeline.ended else "without having been admitted"
+            self._bad(2, f"{who} is trained {how}")
             return
         pipeline.ended.add(event.group_id)
         pipeline.trained_in_step[event.step] += 1
         if group.adapter != event.adapter:
-            self._bad(
-                3,
-                f"prompt group {event.group_id} of adapter {group.adapter} is trained in a step of adapter "
-                f"{event.adapter}",
-            )
+            self._bad(3, f"{who} of adapter {group.adapter} is trained in a step of adapter {event.adapter}")
         if not group.committed:
-            self._bad(2, f"prompt group {event.group_id} is trained in step {event.step} before it is complete")
+            self._bad(2, f"{who} is trained in step {event.step} before it is complete")
         if group.prompt in pipeline.prompts:
-            self._bad(
-                2, f"prompt {group.prompt} is trained a second time, as group {event.group_id} of step {event.step}"
-            )
+            again = f"as group {event.group_id} of step {event.step}"
+            self._bad(2, f"prompt {group.prompt} is trained a second time, {again}")
         pipeline.prompts[group.prompt] = event.step
-        if (
-            group.oldest is not None
-            and pipeline.staleness is not None
-            and group.oldest < event.step - pipeline.staleness
-        ):
-            self._bad(
-                4,
-                f"step {event.step} trains group {event.group_id} with tokens of version {group.oldest}; the "
-                f"bound is {pipeline.staleness} versions back",
-            )
+        what, bound = f"step {event.step} trains group {event.group_id} with tokens of version", pipeline.staleness
+        if group.oldest is not None and bound is not None and group.oldest < event.step - bound:
+            self._bad(4, f"{what} {group.oldest}; the bound is {bound} versions back")
         if group.newest > event.step:
-            self._bad(
-                3,
-                f"step {event.step} trains group {event.group_id} with tokens of version {group.newest}, "
-                "which that step had not made yet",
-            )
+            self._bad(3, f"{what} {group.newest}, which that step had not made yet")
 
     def _dropped(self, entry: Entry, event: rec.GroupDropped) -> None:
         pipeline = self._of(entry)
@@ -225,11 +199,8 @@ class PromptChecks(Checks):
         if event.groups and trained != event.groups:
             self._bad(2, f"step {event.step} says {event.groups} groups, {trained} were trained in it")
         if event.version != event.step + 1:
-            self._bad(
-                3,
-                f"step {event.step} says that it made version {event.version}; a version is the number of "
-                "completed steps",
-            )
+            what = f"step {event.step} says that it made version {event.version}"
+            self._bad(3, f"{what}; a version is the number of completed steps")
 
     def _submitted(self, entry: Entry, event: rec.RequestSubmitted) -> None:
         pipeline = self._of(entry)
@@ -317,8 +288,5 @@ class PromptChecks(Checks):
             self._bad(3, f"sample {sample}: its spans cover {total} tokens, its requests produced {produced}")
         wrong = {span.version for span in spans} - set(seen)
         if wrong:
-            self._bad(
-                3,
-                f"sample {sample} is stamped with version {sorted(wrong)}, its shards held "
-                f"{sorted(set(seen))} while it ran",
-            )
+            held = f"its shards held {sorted(set(seen))} while it ran"
+            self._bad(3, f"sample {sample} is stamped with version {sorted(wrong)}, {held}")

@@ -132,11 +132,8 @@ class RuleChecks(Checks):
         # Each incarnation numbers its requests from the start.
         self._passed = {label: times for label, times in self._passed.items() if label.rpartition("#")[0] != name}
         if not 0 <= event.min_share <= event.max_share <= 1 or event.max_share == 0 or event.weight <= 0:
-            self._bad(
-                11,
-                f"{name} is registered with weight {event.weight:g} and shares from {event.min_share:g} to "
-                f"{event.max_share:g}",
-            )
+            shares = f"shares from {event.min_share:g} to {event.max_share:g}"
+            self._bad(11, f"{name} is registered with weight {event.weight:g} and {shares}")
         infer = next(cluster for cluster in event.clusters if cluster.name == ACTOR_INFER)
         ranks = len(infer.gpus) // infer.tp_size
         most = min(max(int(event.max_share * ranks + 1e-9), 1), ranks)
@@ -175,9 +172,8 @@ class RuleChecks(Checks):
         if pipeline is None:
             return
         if event.request <= pipeline.newest_request:
-            self._bad(
-                11, f"request {event.request} of {event.pipeline} is taken after request {pipeline.newest_request}"
-            )
+            what = f"request {event.request} of {event.pipeline}"
+            self._bad(11, f"{what} is taken after request {pipeline.newest_request}")
         pipeline.newest_request = max(event.request, pipeline.newest_request)
         pipeline.requests[event.cluster] = event
 

@@ -125,16 +125,14 @@ class WaitChecks(Checks):
         elif wait is None:
             self._bad(8, f"{entry.source} ends wait {event.wait_id}, which it had not begun")
         elif entry.time > self._effective(wait[1]):
-            self._bad(
-                8, f"{entry.source} waited for {wait[0]} until {entry.time:.1f} s, its deadline was {wait[1]:.1f} s"
-            )
+            what, deadline = wait
+            waited = f"waited for {what} until {entry.time:.1f} s"
+            self._bad(8, f"{entry.source} {waited}, its deadline was {deadline:.1f} s")
 
     def _sent(self, entry: Entry, event: ev.CommandSent) -> None:
         where = f"rank {event.rank}" if event.rank >= 0 else event.cluster
-        self._commands[event.command] = (
-            f"{event.verb} of {where} of {event.pipeline} ({event.command})",
-            event.deadline,
-        )
+        what = f"{event.verb} of {where} of {event.pipeline} ({event.command})"
+        self._commands[event.command] = (what, event.deadline)
 
     def _ended(self, entry: Entry, event: ev.CommandEnded) -> None:
         command = self._commands.pop(event.command, None)
@@ -142,9 +140,9 @@ class WaitChecks(Checks):
             if not self._ledger.gap:
                 self._bad(8, f"command {event.command} ends without having been sent, or twice")
         elif entry.time > self._effective(command[1] + self._isolated_for(entry.time)):
-            self._bad(
-                8, f"{command[0]} ended ({event.outcome}) at {entry.time:.1f} s, its deadline was {command[1]:.1f} s"
-            )
+            what, deadline = command
+            ended = f"ended ({event.outcome}) at {entry.time:.1f} s"
+            self._bad(8, f"{what} {ended}, its deadline was {deadline:.1f} s")
 
     def _granted(self, entry: Entry, event: ev.Granted) -> None:
         self._holds[event.pipeline, event.cluster] = event.hold_until
