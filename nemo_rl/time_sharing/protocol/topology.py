@@ -13,7 +13,7 @@ would disagree about what a rank is.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import itemgetter
@@ -225,192 +225,164 @@ def register(
             beside training).
         options: Of `PipelineOptions`.
 
-    Raises RegistrationError: what is wrong, with the pipeline, the cluster and the GPU.
+    Raises RegistrationError: what is wrong, with the pipeline and the cluster.
     """
-    _check_names(pipeline, namespace, cluster_tp_configs, cluster_device_mappings)
-    check_numbers(pipeline, PipelineOptions(**options))
+
+    def refuse(mistakes: Iterator[_Mistake]) -> None:
+        for kind, cluster, message in mistakes:
+            raise kind(message, pipeline=pipeline if isinstance(pipeline, str) else shown(pipeline), cluster=cluster)
+
+    refuse(_in_names(pipeline, namespace, cluster_tp_configs, cluster_device_mappings))
+    refuse(_in_options(PipelineOptions(**options)))
     clusters = []
     for name in CLUSTER_NAMES:
         if name not in cluster_device_mappings:
             continue
-        mapping = _gpu_ids(pipeline, name, cluster_device_mappings[name])
-        _check_mapping(pool, pipeline, name, cluster_tp_configs[name], mapping)
+        tp, given = cluster_tp_configs[name], cluster_device_mappings[name]
+        refuse(_in_mapping(pool, name, tp, given))
+        mapping = tuple(given)
         if name == ACTOR_TRAIN:
-            _check_collective(pool, pipeline, name, mapping)
             mapping += tuple(pool.turns_of(mapping))
-        clusters.append(ClusterSpec(name, cluster_tp_configs[name], mapping))
+        clusters.append(ClusterSpec(name, tp, mapping))
     topology = Topology(PipelineSpec(pipeline, namespace, tuple(clusters), **options))
-    if topology.spec.scavenges and ACTOR_TRAIN in topology.clusters:
-        raise RegistrationError(
-            "priority=scavenger is for jobs that do not train (evaluation, generation, commands): training cannot give "
-            "its GPUs back at any time; leave the priority out, or lower the weight",
-            pipeline=pipeline,
-        )
-    _check_overlap(pool, topology, full_overlap)
+    refuse(_in_training(pool, topology, full_overlap))
     return topology
 
 
-def _check_names(pipeline: str, namespace: str, tps: Mapping[str, int], mappings: Mapping[str, Sequence[int]]) -> None:
+_Mistake = tuple[type[RegistrationError], str | None, str]
+"""The error, the cluster that it is about and the message; each function below rests on the ones before it."""
+
+
+def _in_names(
+    pipeline: object, namespace: object, tps: Mapping[str, int], mappings: Mapping[str, Sequence[int]]
+) -> Iterator[_Mistake]:
     if not isinstance(pipeline, str):
-        raise RegistrationError(f"id must be text, found {shown(pipeline)}", pipeline=shown(pipeline))
+        yield RegistrationError, None, f"id must be text, found {shown(pipeline)}"
+        return
     longest = len(pipeline) + 1 + max(len(n) for n in CLUSTER_NAMES)
     if not _ID.fullmatch(pipeline) or longest > _MAX_ID:
-        raise RegistrationError(
-            f"id must match {_ID.pattern} and leave its cluster ids within {_MAX_ID} characters (now {longest})",
-            pipeline=pipeline,
-        )
+        what = f"id must match {_ID.pattern} and leave its cluster ids within {_MAX_ID} characters (now {longest})"
+        yield RegistrationError, None, what
     if not isinstance(namespace, str) or not namespace:
-        raise RegistrationError(
-            "namespace is empty" if namespace == "" else f"namespace={shown(namespace)} must be text", pipeline=pipeline
-        )
+        what = "namespace is empty" if namespace == "" else f"namespace={shown(namespace)} must be text"
+        yield RegistrationError, None, what
     for what, given in (("cluster_tp_configs", tps), ("cluster_device_mappings", mappings)):
         if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-            raise RegistrationError(f"{what} must map cluster names to values, found {shown(given)}", pipeline=pipeline)
+            yield RegistrationError, None, f"{what} must map cluster names to values, found {shown(given)}"
     if tps.keys() != mappings.keys():
+        both = "cluster_tp_configs and cluster_device_mappings must name the same clusters"
         odd = ", ".join(sorted(tps.keys() ^ mappings.keys()))
-        raise RegistrationError(
-            f"cluster_tp_configs and cluster_device_mappings must name the same clusters; only one of them has {odd}",
-            pipeline=pipeline,
-        )
+        yield RegistrationError, None, f"{both}; only one of them has {odd}"
     for name in mappings:
         if name not in CLUSTER_NAMES:
-            raise UnknownCluster(
-                f"unknown; the clusters are {', '.join(CLUSTER_NAMES)}", pipeline=pipeline, cluster=name
-            )
+            yield UnknownCluster, name, f"unknown; the clusters are {', '.join(CLUSTER_NAMES)}"
     if ACTOR_INFER not in mappings:
-        raise RegistrationError(
-            "is missing; it is the cluster that shares its GPUs", pipeline=pipeline, cluster=ACTOR_INFER
-        )
+        yield RegistrationError, ACTOR_INFER, "is missing; it is the cluster that shares its GPUs"
 
 
-def check_numbers(pipeline: str, options: PipelineOptions) -> None:
-    """Raises BadShare for numbers that no plan could be made with; RegistrationError for a user or group that is no
-    name.
-    """
+def _in_options(options: PipelineOptions) -> Iterator[_Mistake]:
     for name, text in (("user", options.user), ("group", options.group)):
         if not isinstance(text, str) or len(text) > _LONGEST_NAME or not text.isprintable():
-            raise RegistrationError(
-                f"{name}={shown(text)} must be text of at most {_LONGEST_NAME} characters", pipeline=pipeline
-            )
+            what = f"{name}={shown(text)} must be text of at most {_LONGEST_NAME} characters"
+            yield RegistrationError, None, what
     if options.priority not in JOB_PRIORITIES:
-        raise RegistrationError(
-            f"priority={shown(options.priority)} must be {', '.join(JOB_PRIORITIES[:-1])} or {JOB_PRIORITIES[-1]}",
-            pipeline=pipeline,
-        )
+        known = f"{', '.join(JOB_PRIORITIES[:-1])} or {JOB_PRIORITIES[-1]}"
+        yield RegistrationError, None, f"priority={shown(options.priority)} must be {known}"
     weight, min_share, max_share = options.weight, options.min_share, options.max_share
     seconds = (("slice_s", options.slice_s), ("drain_s", options.drain_s))
     for name, value in (("weight", weight), ("min_share", min_share), ("max_share", max_share), *seconds):
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise BadShare(f"{name}={shown(value)} must be a number", pipeline=pipeline)
+            yield BadShare, None, f"{name}={shown(value)} must be a number"
     if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
-        raise BadShare(
-            f"weight={shown(weight)} must be positive, from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}; it counts "
-            "relative to the weights of others",
-            pipeline=pipeline,
-        )
+        bounds = f"must be positive, from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+        yield BadShare, None, f"weight={shown(weight)} {bounds}; it counts relative to the weights of others"
     if not 0 <= min_share <= max_share <= 1 or max_share == 0:
-        raise BadShare(
-            f"min_share={shown(min_share)} and max_share={shown(max_share)} must satisfy 0 <= min_share <= "
-            "max_share <= 1 and 0 < max_share",
-            pipeline=pipeline,
-        )
+        shares = f"min_share={shown(min_share)} and max_share={shown(max_share)}"
+        yield BadShare, None, f"{shares} must satisfy 0 <= min_share <= max_share <= 1 and 0 < max_share"
     for name, value in seconds:
         if not 0 <= value <= MAX_SECONDS:
-            raise BadShare(f"{name}={shown(value)} must be from 0 to {MAX_SECONDS:g} seconds", pipeline=pipeline)
+            yield BadShare, None, f"{name}={shown(value)} must be from 0 to {MAX_SECONDS:g} seconds"
     bound = 0 if options.staleness is None else options.staleness
     for name, count, least in (("staleness", bound, 0), ("rank_batch", options.rank_batch, 1)):
         if not is_whole(count, least):
-            raise BadShare(
-                f"{name}={shown(count)} must be at least {least}, and a whole number of at most {MAX_COUNT:.0e}",
-                pipeline=pipeline,
-            )
+            what = f"must be at least {least}, and a whole number of at most {MAX_COUNT:.0e}"
+            yield BadShare, None, f"{name}={shown(count)} {what}"
 
 
-def _gpu_ids(pipeline: str, name: str, mapping: Sequence[int]) -> tuple[int, ...]:
+def _in_mapping(pool: Pool, name: str, tp: int, given: Sequence[int]) -> Iterator[_Mistake]:
     try:
-        return tuple(mapping)
-    except TypeError as error:
-        raise RegistrationError(
-            f"its device mapping is {shown(mapping)}; expected a list of GPU ids", pipeline=pipeline, cluster=name
-        ) from error
-
-
-def _check_mapping(pool: Pool, pipeline: str, name: str, tp: int, mapping: tuple[int, ...]) -> None:
+        mapping = tuple(given)
+    except TypeError:
+        yield RegistrationError, name, f"its device mapping is {shown(given)}; expected a list of GPU ids"
+        return
     if not mapping:
-        raise RegistrationError("its device mapping is empty", pipeline=pipeline, cluster=name)
+        yield RegistrationError, name, "its device mapping is empty"
     for gpu in mapping:
         if isinstance(gpu, bool) or not isinstance(gpu, int):
-            raise RegistrationError(
-                f"device mapping holds {shown(gpu)}; GPU ids are integers", pipeline=pipeline, cluster=name
-            )
+            yield RegistrationError, name, f"device mapping holds {shown(gpu)}; GPU ids are integers"
         if not 0 <= gpu < pool.slots:
-            raise GpuOutsidePool(
-                f"GPU {gpu} is outside the pool of {pool.slots} {'GPUs' if pool.slots_per_gpu == 1 else 'slots'} "
-                f"(0..{pool.slots - 1})",
-                pipeline=pipeline,
-                cluster=name,
-            )
+            whole = f"the pool of {pool.slots} {'GPUs' if pool.slots_per_gpu == 1 else 'slots'}"
+            yield GpuOutsidePool, name, f"GPU {gpu} is outside {whole} (0..{pool.slots - 1})"
     seen: set[int] = set()
     for before, gpu in zip((-1, *mapping), mapping, strict=False):
         if gpu in seen:
-            raise DuplicateGpu(f"GPU {gpu} is named twice", pipeline=pipeline, cluster=name)
+            yield DuplicateGpu, name, f"GPU {gpu} is named twice"
         seen.add(gpu)
         if gpu < before:
-            what = f"GPU {gpu} comes after {before}; give the mapping in ascending order: {sorted(mapping)}"
-            raise UnsortedMapping(what, pipeline=pipeline, cluster=name)
+            ascending = f"give the mapping in ascending order: {sorted(mapping)}"
+            yield UnsortedMapping, name, f"GPU {gpu} comes after {before}; {ascending}"
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
-        raise BadRankSize(f"tp={shown(tp)} must be an integer of at least 1", pipeline=pipeline, cluster=name)
+        yield BadRankSize, name, f"tp={shown(tp)} must be an integer of at least 1"
     if len(mapping) % tp:
-        raise BadRankSize(
-            f"{len(mapping)} GPUs cannot be divided into ranks of tp={tp}", pipeline=pipeline, cluster=name
-        )
+        yield BadRankSize, name, f"{len(mapping)} GPUs cannot be divided into ranks of tp={tp}"
     if tp > 1:
-        _check_rank_placement(pool, pipeline, name, tp, mapping)
+        yield from _in_ranks(pool, name, tp, mapping)
+    if name == ACTOR_TRAIN:
+        # Training ranks exchange gradients, and NCCL has one rank on a GPU; whole GPUs are leased slot by slot.
+        gpus = [pool.gpu_of(slot) for slot in mapping]
+        if len(set(gpus)) not in (len(gpus), len(gpus) / pool.slots_per_gpu):
+            twice = next(gpu for gpu in gpus if gpus.count(gpu) > 1)
+            what = f"slots {mapping} put two training ranks on GPU {twice}; name slots of different GPUs"
+            yield DuplicateGpu, name, what
 
 
-def _check_rank_placement(pool: Pool, pipeline: str, name: str, tp: int, mapping: tuple[int, ...]) -> None:
+def _in_ranks(pool: Pool, name: str, tp: int, mapping: tuple[int, ...]) -> Iterator[_Mistake]:
     per_node = pool.gpus_per_node
     if pool.slots_per_gpu == 1 and tp not in (1, 2, 4, 8) and tp % per_node:
-        raise BadRankSize(
-            f"tp={tp} must be 1, 2, 4, 8 or whole nodes of {per_node} GPUs", pipeline=pipeline, cluster=name
-        )
+        yield BadRankSize, name, f"tp={tp} must be 1, 2, 4, 8 or whole nodes of {per_node} GPUs"
     for start in range(0, len(mapping), tp):
         rank = mapping[start : start + tp]
-        gpus = sorted({pool.gpu_of(slot) for slot in rank})
+        which, gpus = f"rank {start // tp} on GPUs {rank}", sorted({pool.gpu_of(slot) for slot in rank})
         if gpus[-1] - gpus[0] != len(gpus) - 1 or (len(gpus) != tp and len(gpus) * pool.slots_per_gpu != tp):
-            what = f"rank {start // tp} on GPUs {rank} is not contiguous"
-            raise BadRankSize(what, pipeline=pipeline, cluster=name)
+            yield BadRankSize, name, f"{which} is not contiguous"
         spans_nodes = pool.node_of(rank[0]) != pool.node_of(rank[-1])
         if spans_nodes and (len(gpus) % per_node or gpus[0] % per_node):
-            what = f"rank {start // tp} on GPUs {rank} crosses a node border of {per_node} GPUs"
-            raise BadRankSize(what, pipeline=pipeline, cluster=name)
+            yield BadRankSize, name, f"{which} crosses a node border of {per_node} GPUs"
 
 
-def _check_collective(pool: Pool, pipeline: str, name: str, mapping: tuple[int, ...]) -> None:
-    """Training ranks exchange gradients, and NCCL has one rank on a GPU; whole GPUs are leased slot by slot."""
-    gpus = [pool.gpu_of(slot) for slot in mapping]
-    if len(set(gpus)) not in (len(gpus), len(gpus) / pool.slots_per_gpu):
-        twice = next(gpu for gpu in gpus if gpus.count(gpu) > 1)
-        what = f"slots {mapping} put two training ranks on GPU {twice}; name slots of different GPUs"
-        raise DuplicateGpu(what, pipeline=pipeline, cluster=name)
-
-
-def _check_overlap(pool: Pool, topology: Topology, full_overlap: bool) -> None:
+def _in_training(pool: Pool, topology: Topology, full_overlap: bool) -> Iterator[_Mistake]:
     infer = frozenset(topology.clusters[ACTOR_INFER].gpus)
     train = topology.clusters.get(ACTOR_TRAIN)
     if train is None:
         return
+    if topology.spec.scavenges:
+        yield (
+            RegistrationError,
+            None,
+            "priority=scavenger is for jobs that do not train (evaluation, generation, commands): training cannot give "
+            "its GPUs back at any time; leave the priority out, or lower the weight",
+        )
     outside = sorted(gpu for gpu in set(train.gpus) - infer if gpu < pool.slots)
     if outside:
         what = f"GPU {outside[0]} is not in {ACTOR_INFER}; training shares the inference GPUs"
-        raise TrainingOutsideInference(what, pipeline=topology.pipeline, cluster=ACTOR_TRAIN)
+        yield TrainingOutsideInference, ACTOR_TRAIN, what
     if not full_overlap and all(set(rank) & set(train.gpus) for rank in topology.ranks):
         lent = "GPUs" if pool.slots_per_gpu == 1 else "slots"
         trained = tuple(slot for slot in train.gpus if slot < pool.slots)
-        raise NoSurvivingRank(
+        yield (
+            NoSurvivingRank,
+            ACTOR_TRAIN,
             f"training on {lent} {trained} touches each of the {len(topology.ranks)} inference ranks of "
             f"tp={topology.tp}; "
             f"at least one whole rank must stay awake: add inference {lent}, or train on fewer",
-            pipeline=topology.pipeline,
-            cluster=ACTOR_TRAIN,
         )
