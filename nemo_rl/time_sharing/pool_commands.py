@@ -14,8 +14,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -354,7 +354,10 @@ def submit_all(
     names = [] if names is None else names
     for job in jobs:
         deadline = time.monotonic() + admit_delay_s
-        while names and time.monotonic() < deadline and not _has_stepped(*_standings(actor, names[-1:])):
+        while names and time.monotonic() < deadline:
+            (last,) = _standings(actor, names[-1:])
+            if last.outcome is not None or (last.progress is not None and last.progress.step > 0):
+                break
             time.sleep(_POLL_S)
         answer = actor.submit.remote(replace(job, env=env, request=uuid.uuid4().hex), token)
         try:
@@ -366,16 +369,14 @@ def submit_all(
     return names
 
 
-def _has_stepped(standing: Standing) -> bool:
-    return standing.outcome is not None or (standing.progress is not None and standing.progress.step > 0)
-
-
 def check_code(jobs: Sequence[Job]) -> None:
     """Imports the classes and functions that the files name, from where the jobs will: a job would fail minutes later.
     Raises ConfigError: one cannot be imported.
     """
     problems: list[str] = []
-    with _importing_from_here():
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
         for job in jobs:
             for key, path in _named_code(job.config.model_dump(mode="python", by_alias=True)):
                 try:
@@ -384,20 +385,12 @@ def check_code(jobs: Sequence[Job]) -> None:
                     problems += error.problems
                 except Exception as error:
                     raise ConfigError([f"{job.name}: {key}: {path!r} cannot be imported: {error!r}"]) from error
-    if problems:
-        where = "put its folder on PYTHONPATH, or submit from there"
-        raise ConfigError([f"{problem}; {where}" for problem in problems])
-
-
-@contextmanager
-def _importing_from_here() -> Generator[None]:
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        yield
     finally:
         with suppress(ValueError):
             sys.path.remove(here)
+    if problems:
+        where = "put its folder on PYTHONPATH, or submit from there"
+        raise ConfigError([f"{problem}; {where}" for problem in problems])
 
 
 def _named_code(node: object, key: str = "") -> Iterator[tuple[str, str]]:

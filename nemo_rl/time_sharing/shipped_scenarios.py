@@ -5,7 +5,7 @@ Invariant: files that are given are never changed; those that take their place a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,7 +48,14 @@ def fitted(files: Sequence[Path], pool: Pool, folder: Path, *, scale: bool = Fal
     needs = {each.file: each.gpus() for each in read if each.wrapper}
     most = max(needs.values(), default=0)
     if most > pool.gpus and not scale:
-        raise ConfigError([*_too_few(needs, pool)])
+        raise ConfigError(
+            [
+                f"{file}: needs {gpus} GPUs (its device mappings, or its cluster section), and the pool has "
+                f"{pool.gpus}; give --gpus {gpus}, or {SCALE} to run it on the GPUs that there are"
+                for file, gpus in needs.items()
+                if gpus > pool.gpus
+            ]
+        )
     if scale and most and pool.gpus % most and most % pool.gpus:
         raise ConfigError(
             [f"{SCALE}: these files are for {most} GPUs, of which {pool.gpus} are no whole part or multiple"]
@@ -81,15 +88,6 @@ def _cluster_of(base: Path) -> int:
     cluster = merge(read_layers(base)).get("cluster")
     per_node = cluster.get("gpus_per_node") if isinstance(cluster, dict) else None
     return per_node if isinstance(per_node, int) else 1
-
-
-def _too_few(needs: dict[Path, int], pool: Pool) -> Iterator[str]:
-    for file, gpus in needs.items():
-        if gpus > pool.gpus:
-            yield (
-                f"{file}: needs {gpus} GPUs (its device mappings, or its cluster section), and the pool has "
-                f"{pool.gpus}; give --gpus {gpus}, or {SCALE} to run it on the GPUs that there are"
-            )
 
 
 def _written(given: _Given, folder: Path, made_for: int, pool: Pool, *, on_cpu: bool) -> Path:

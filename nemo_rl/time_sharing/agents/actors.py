@@ -88,15 +88,11 @@ def stop_scheduler(scheduler: ActorHandle[object]) -> None:
         ray.get(scheduler.stop.remote(), timeout=2 * STOP_S)
     finally:
         ray.kill(scheduler, no_restart=True)
-        _wait_until_gone()
-
-
-def _wait_until_gone() -> None:
-    deadline = time.monotonic() + STOP_S
-    while SCHEDULER_NAME in actors_in(CONTROL_NAMESPACE):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the scheduler actor has not ended within {STOP_S:g} s of being stopped")
-        time.sleep(0.05)
+        deadline = time.monotonic() + STOP_S
+        while SCHEDULER_NAME in actors_in(CONTROL_NAMESPACE):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the scheduler actor has not ended within {STOP_S:g} s of being stopped")
+            time.sleep(0.05)
 
 
 def register_at(scheduler: Any, registration: Sequence[object], timeout_s: float) -> Topology:

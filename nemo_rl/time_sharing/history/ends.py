@@ -36,7 +36,6 @@ class EndChecks(Checks):
         self._ledger = ledger
         self._term = 0
         self._grace: float | None = None
-        self._commands: dict[str, ev.CommandSent] = {}
         self._failed: set[tuple[str, int]] = set()
         self._reaped: tuple[float, _Whose, str] | None = None
         """The processes whose ending was given up or done last, when, and how it went."""
@@ -52,7 +51,6 @@ class EndChecks(Checks):
         """The newest epoch in which this scheduler has seen a rank go to sleep."""
 
     def tail_lost(self, entry: Entry) -> None:
-        self._commands.clear()
         self._failed.clear()
         self._quarantines.clear()
 
@@ -74,7 +72,7 @@ class EndChecks(Checks):
                 "the scheduler has lost the end of its log, and does not wait for pipelines that it may not know: "
                 f"it has taken stock {self._grace - entry.time:.1f} s too early",
             )
-        busy = {(command.pipeline, f"rank {command.rank}") for command in self._commands.values()}
+        busy = {(command.pipeline, f"rank {command.rank}") for command in self._ledger.commands.values()}
         busy |= {(whose.pipeline, f"rank {whose.rank}") for _, whose in self._lingering}
         for (name, rank), since in self._idle.items():
             left = since is not None and since < self._blind_until
@@ -99,7 +97,7 @@ class EndChecks(Checks):
     def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
         name, whole = event.pipeline, _Whose(event.pipeline, event.incarnation, -1)
         self._failed = {failed for failed in self._failed if failed[0] != name}
-        for key, command in self._commands.items():
+        for key, command in self._ledger.commands.items():
             mine = (command.pipeline, command.incarnation) == whole[:2]
             if mine and (command.verb != "reap" or command.rank < 0):
                 self._bad(11, f"{name} is unregistered ({event.reason}) while {command.verb} ({key}) to it is open")
@@ -143,10 +141,9 @@ class EndChecks(Checks):
 
     def _sent(self, entry: Entry, event: ev.CommandSent) -> None:
         self._check_forgotten(entry)
-        self._commands[event.command] = event
 
     def _ended(self, entry: Entry, event: ev.CommandEnded) -> None:
-        command = self._commands.pop(event.command, None)
+        command = self._ledger.commands.get(event.command)
         if command is not None and command.verb == "reap":
             whose = _Whose(command.pipeline, command.incarnation, command.rank)
             self._reaped = (entry.time, whose, event.outcome)
@@ -179,7 +176,7 @@ class EndChecks(Checks):
             if entry.time <= max(until, self._blind_until) + _RETRY_SLACK_S:
                 continue
             if not any(
-                (c.verb, c.pipeline, c.incarnation, c.rank) == ("reap", *whose) for c in self._commands.values()
+                (c.verb, c.pipeline, c.incarnation, c.rank) == ("reap", *whose) for c in self._ledger.commands.values()
             ):
                 del self._quarantines[gpus, whose]
                 self._bad(11, f"the quarantine of GPUs {gpus} for {whose.pipeline} expired at {until:.1f} s, not ended")

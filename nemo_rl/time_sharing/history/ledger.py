@@ -65,7 +65,8 @@ class Ledger(Checks):
         recovering: Whether a restarted scheduler has not taken stock yet.
         live: Pipelines that are registered and not fenced, so that they say themselves what they hold.
         registered, clusters: Of each pipeline, as it was registered last.
-        claims, leases: GPUs of each; forgotten where the log loses its end.
+        commands: Those that are open; forgotten where the log loses its end, as claims and leases are.
+        claims, leases: GPUs of each.
         free: How many slots nothing speaks of, until the log loses its end.
         away: How many slots are on nodes that are away.
     """
@@ -78,6 +79,7 @@ class Ledger(Checks):
         self.live: set[str] = set()
         self.registered: dict[str, ev.Registered] = {}
         self.clusters: dict[str, dict[str, ClusterSpec]] = {}
+        self.commands: dict[str, ev.CommandSent] = {}
         self.claims: dict[Key, tuple[int, ...]] = {}
         self.leases: dict[Key, tuple[int, ...]] = {}
         self.free = self.away = 0
@@ -102,6 +104,7 @@ class Ledger(Checks):
 
     def tail_lost(self, entry: Entry) -> None:
         self.gap = True
+        self.commands.clear()
         self.claims.clear()
         self.leases.clear()
 
@@ -130,6 +133,12 @@ class Ledger(Checks):
         for held in (self.claims, self.leases):
             for key in [key for key in held if key[0] == event.pipeline]:
                 self._let_go(held, key)
+
+    def _sent(self, entry: Entry, event: ev.CommandSent) -> None:
+        self.commands[event.command] = event
+
+    def _ended(self, entry: Entry, event: ev.CommandEnded) -> None:
+        self.commands.pop(event.command, None)
 
     def _claimed(self, entry: Entry, event: ev.Claimed) -> None:
         self._hold(self.claims, event.key, event.gpus)

@@ -93,7 +93,6 @@ class RuleChecks(Checks):
         self._ledger = ledger
         self._pipelines: dict[str, _Pipeline] = {}
         self._incarnations: dict[str, int] = {}
-        self._commands: dict[str, tuple[str, int, int]] = {}
         self._passed: dict[str, int] = {}
         self._left_claimed: tuple[float, str, str] | None = None
         self._evicted: tuple[float, dict[int, tuple[str, tuple[int, ...]]]] = (0.0, {})
@@ -106,7 +105,6 @@ class RuleChecks(Checks):
     def tail_lost(self, entry: Entry) -> None:
         """Restarts from the new scheduler's entries; pipelines that it does not name again are forgotten."""
         self._pipelines.clear()
-        self._commands.clear()
         self._passed.clear()
         self._left_claimed = None
 
@@ -342,11 +340,8 @@ class RuleChecks(Checks):
             mine = event.incarnation == self._incarnations.get(event.pipeline)
             if self._ledger.settled and mine and phase not in _MEANT_FOR.get(event.verb, ()):
                 self._bad(11, f"{what} is sent while it is {phase.value}")
-            if self._ledger.settled and key in self._commands.values():
+            others = ((c.pipeline, c.incarnation, c.rank) for c in self._ledger.commands.values())
+            if self._ledger.settled and key in others:
                 self._bad(11, f"{what} is sent while another command of the rank is open")
             if pipeline.fenced and event.verb != "reap" and mine:
                 self._bad(11, f"{what} is sent though its pipeline is fenced")
-        self._commands[event.command] = key
-
-    def _command_ended(self, entry: Entry, event: ev.CommandEnded) -> None:
-        self._commands.pop(event.command, None)

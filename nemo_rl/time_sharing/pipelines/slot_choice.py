@@ -121,25 +121,20 @@ def needs_of(job: Job) -> Needs:
 
 def _needs_of_adapters(job: str, config: AdaptersConfig) -> Needs:
     """With all slots of the base filled: adapters come while the job runs."""
+    from nemo_rl.models.generation.vllm.engine_actors import least_slot_bytes
     from nemo_rl.models.multi_lora import memory
 
     base, _ = load_base(config.base, config.overrides)
     trainer = _trainer_bytes(base.policy, training_world_size(base)) + memory.trainer_bytes(base)
-    return Needs(job, _engine_bytes(base.policy) + memory.engine_bytes(base), trainer, beside=True)
+    return Needs(job, least_slot_bytes(base.policy) + memory.engine_bytes(base), trainer, beside=True)
 
 
 def _with_engines(needs: Needs, policy: PolicyConfig) -> Needs:
-    from nemo_rl.models.generation.vllm.engine_actors import weight_bytes
+    from nemo_rl.models.generation.vllm.engine_actors import least_slot_bytes, weight_bytes
 
     vllm = policy.generation.vllm_cfg
     weights = weight_bytes(policy) // (vllm.tensor_parallel_size * vllm.pipeline_parallel_size)
-    return needs._replace(engines=_engine_bytes(policy), weights=weights)
-
-
-def _engine_bytes(policy: PolicyConfig) -> int:
-    from nemo_rl.models.generation.vllm.engine_actors import least_slot_bytes
-
-    return least_slot_bytes(policy)
+    return needs._replace(engines=least_slot_bytes(policy), weights=weights)
 
 
 def _trainer_bytes(policy: PolicyConfig, gpus: int) -> int:

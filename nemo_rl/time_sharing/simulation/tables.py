@@ -26,7 +26,7 @@ def simulated(scenario: Scenario, seed: int, rows: Rows) -> Simulated:
     """The output of `simulate`, our way first among `rows`: (way, one outcome per seed from `seed` on)."""
     ours = rows[0][1]
     notes = (*_fates(seed, rows), *_faults(scenario, ours), *_placement(rows))
-    jobs, ways = _fixed(job_table(scenario, rows)), _fixed(way_table(rows))
+    jobs, ways = (tuple(map(tuple, table)) for table in (job_table(scenario, rows), way_table(rows)))
     return Simulated(scenario.name, scenario.about, seed, len(ours), ours[0].gpu_busy, jobs, ways, notes)
 
 
@@ -40,10 +40,6 @@ def _placement(rows: Rows) -> Iterator[str]:
             f"{total[PLACED]:.0f} s instead of {total[OURS]:.0f} s: leave the training GPUs out of a job's "
             "file, or give it `placed: true` here."
         )
-
-
-def _fixed(lines: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(line) for line in lines)
 
 
 def job_table(scenario: Scenario, rows: Rows) -> list[list[str]]:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.comparison import Simulated
 from nemo_rl.time_sharing.protocol.quotas import QuotaNode
@@ -145,13 +147,7 @@ class HandoverWatch:
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """The value below which `percent` of the values lie, interpolated; 0 for none."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return float(np.percentile(values, percent)) if values else 0.0
 
 
 _NO_PLAN = -1
