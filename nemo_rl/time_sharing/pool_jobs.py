@@ -198,7 +198,6 @@ class PoolJobs(Orchestrator):
             self._keep()
 
     def _change(self, submission: Submission, **values: object) -> None:
-        """Sets fields of a submission, and keeps them."""
         with self._lock:
             vars(submission).update(values)
             self._keep()
@@ -248,7 +247,6 @@ class PoolJobs(Orchestrator):
     # -- the queue ---------------------------------------------------------------------------------------------------
 
     def _submit(self, job: Job) -> str:
-        """See `PoolActor.submit`."""
         with self._lock:
             known = self._submissions.get(job.name)
             if job.request and known is not None and known.request == job.request:
@@ -512,7 +510,6 @@ class PoolJobs(Orchestrator):
         self._hosts.leave()
 
     def _end_for(self, submission: Submission, reason: str) -> None:
-        """Ends a pipeline, which has failed for this reason."""
         logger.error("pipeline=%s event=ended_for_its_host reason=%s", submission.name, reason)
         submission.refused = reason
         try:

@@ -225,7 +225,7 @@ class Agent:
             detail = f"{operation.kind.value} of rank {operation.rank} failed"
             self._answer(command, CommandOutcome.FAILED, detail=detail)
         elif command is not None and following is not None and rank.phase is not LocalPhase.ASLEEP:
-            self._answer(command, CommandOutcome.REFUSED, detail=f"command {following.command} takes over")
+            self._refuse(command, f"command {following.command} takes over")
         elif command is not None:
             self._go_on(rank, command)
         if following is not None:
@@ -275,14 +275,10 @@ class Agent:
 
     def _take_rank_command(self, rank: LocalRank, command: Command) -> None:
         if command.epoch < rank.epoch:
-            self._answer(
-                command,
-                CommandOutcome.REFUSED,
-                detail=f"epoch {command.epoch} of rank {command.rank} is over, it is at {rank.epoch}",
-            )
+            self._refuse(command, f"epoch {command.epoch} of rank {command.rank} is over, it is at {rank.epoch}")
         elif command.order < rank.newest:
             # Overtaken on the wire by a later command, which has been obeyed; obeying this one now would undo it.
-            self._answer(command, CommandOutcome.REFUSED, detail=f"a later command for rank {command.rank} came first")
+            self._refuse(command, f"a later command for rank {command.rank} came first")
         elif rank.doing is not None and rank.doing.command == command.command:
             return
         elif rank.busy is not None and rank.hung:
@@ -310,7 +306,7 @@ class Agent:
             elif rank.broken or phase in (LocalPhase.DRAINING, LocalPhase.SLEEPING):
                 refusal = f"rank {index} {'is broken' if rank.broken else f'is {phase.value}'}; it has to sleep first"
         if refusal:
-            self._answer(command, CommandOutcome.REFUSED, detail=refusal)
+            self._refuse(command, refusal)
             return
         if command.verb is not Verb.VACATE and phase is LocalPhase.ASLEEP and command.epoch > rank.over:
             self._record.emit(MemoryTaken(f"rank {index}", self.topology.ranks[index]))
@@ -432,15 +428,12 @@ class Agent:
         self._answers[command.command] = answer
         if len(self._answers) > _MEMORY:
             self._answers.popitem(last=False)
-        if outcome is CommandOutcome.REFUSED:
-            logger.info(
-                "event=refused command=%s verb=%s pipeline=%s reason=%s",
-                command.command,
-                command.verb.value,
-                command.pipeline,
-                detail,
-            )
         self._host.answer(answer)
+
+    def _refuse(self, command: Command, why: str) -> None:
+        what = (command.command, command.verb.value, command.pipeline)
+        logger.info("event=refused command=%s verb=%s pipeline=%s reason=%s", *what, why)
+        self._answer(command, CommandOutcome.REFUSED, detail=why)
 
     def _sync_id(self, operation: Operation) -> str:
         return f"{self.topology.pipeline}.{self.incarnation}.{operation.number}"
@@ -618,8 +611,7 @@ class Agent:
         elif command.verb is Verb.GRANT:
             self._take_grant(command)
         elif not 0 <= command.rank < len(self.ranks):
-            refusal = f"there is no rank {command.rank}; ranks are 0..{len(self.ranks) - 1}"
-            self._answer(command, CommandOutcome.REFUSED, detail=refusal)
+            self._refuse(command, f"there is no rank {command.rank}; ranks are 0..{len(self.ranks) - 1}")
         else:
             self._take_rank_command(self.ranks[command.rank], command)
 
@@ -659,12 +651,10 @@ class Agent:
         if held is None and (
             want is None or want.request != command.request or (back is not None and command.epoch <= back.epoch)
         ):
-            self._answer(
-                command, CommandOutcome.REFUSED, detail=f"{command.cluster} is not wanted (request {command.request})"
-            )
+            self._refuse(command, f"{command.cluster} is not wanted (request {command.request})")
             return
         if held is not None and held.epoch != command.epoch:
-            self._answer(command, CommandOutcome.REFUSED, detail=f"{command.cluster} is held under epoch {held.epoch}")
+            self._refuse(command, f"{command.cluster} is held under epoch {held.epoch}")
             return
         asked = want is not None and want.request == command.request
         if held is not None and not asked:

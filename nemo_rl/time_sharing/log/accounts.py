@@ -151,7 +151,6 @@ class Accounts:
         return self
 
     def _count_pool(self, until: float) -> None:
-        """Counts the time of the pool's nodes that are not away."""
         pool = self._state.pool
         here = (pool.nodes - len(self._state.away)) * pool.gpus_per_node
         self.pool_s += here * max(until - self._counted_to, 0.0)

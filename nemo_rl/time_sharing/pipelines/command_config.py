@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from nemo_rl.config import ConfigError, Section
-from nemo_rl.time_sharing.protocol.types import KILLED_S, LONGEST_STOP_S
+from nemo_rl.time_sharing.protocol.types import LONGEST_STOP_S
 
 EXTERNAL = "external"
 _SCAVENGER_STOP_S = 5.0
@@ -30,11 +30,6 @@ class CommandConfig(Section):
         le=LONGEST_STOP_S,
         description="Seconds from SIGTERM, when its GPUs are wanted back, until it is killed; others wait for as long.",
     )
-
-    @property
-    def drain_s(self) -> float:
-        """How long it may take to give its GPUs back, as it is registered."""
-        return self.stop_s + KILLED_S
 
 
 def stop_at_once(config: CommandConfig) -> None:

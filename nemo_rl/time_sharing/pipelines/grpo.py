@@ -120,7 +120,6 @@ class LentPipeline:
         return "runs to its end, as it saves nothing before"
 
     def _left_early(self, step: int, of: int, *, saves: bool, waited_s: float) -> Outcome:
-        """How a run ended that may have been drained."""
         if not self._draining.is_set() or step >= of:
             return Outcome("done", steps=step, waited_s=waited_s)
         how = "saved; the same file goes on from there" if saves else "not saved, as checkpointing.enabled is false"

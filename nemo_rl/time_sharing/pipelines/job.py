@@ -48,7 +48,7 @@ from nemo_rl.time_sharing.pipelines.wrapper import (
 )
 from nemo_rl.time_sharing.planning import job_placement
 from nemo_rl.time_sharing.protocol.topology import GpuOutsidePool, Pool, Topology, register
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, SCAVENGER, UNMEASURED_RANK_BATCH
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, KILLED_S, SCAVENGER, UNMEASURED_RANK_BATCH
 
 Config = MasterConfig | SFTMasterConfig | EvalMasterConfig | CommandConfig  # of a job
 
@@ -73,7 +73,6 @@ def with_own_folders(configs: Mapping[str, Config]) -> dict[str, Config]:
 
 
 def _folders(config: Config) -> tuple[str, ...]:
-    """Where a job logs and saves; nowhere if it trains nothing."""
     if isinstance(config, AdaptersConfig):
         return config.log_dir, config.checkpoint_dir
     if isinstance(config, RootConfig):
@@ -422,6 +421,6 @@ def _options(wrapper: Mapping[str, object], job: Job) -> dict[str, Any]:
         if wrapper.get("priority") == SCAVENGER:
             stop_at_once(job.config)
         # It has to start, and maybe to load a model, before it does anything.
-        options |= {"slice_s": _COMMAND_SLICE_S, "drain_s": job.config.drain_s}
+        options |= {"slice_s": _COMMAND_SLICE_S, "drain_s": job.config.stop_s + KILLED_S}
     chosen = ("weight", "min_share", "max_share", "rank_batch", "slice_s", "priority")
     return options | {key: wrapper[key] for key in chosen if wrapper.get(key) is not None}

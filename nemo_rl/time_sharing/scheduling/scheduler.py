@@ -88,18 +88,6 @@ class Requests:
             if pipeline.expired.get(want.cluster) == want.request
         )
 
-    def wait_for(self, name: str) -> bool:
-        """Whether another pipeline waits for GPUs that this one holds: to train on them, or to generate at all."""
-        held = {gpu for cluster in self._state.pipelines[name].held.values() for gpu in cluster.gpus}
-        for other, pipeline in self._state.pipelines.items():
-            if other == name or pipeline.fenced or pipeline.paused:
-                continue
-            asked = {gpu for cluster in pipeline.wants for gpu in pipeline.topology.clusters[cluster].gpus}
-            unscheduled = pipeline.unscheduled_since is not None and not pipeline.held and not pipeline.spec.scavenges
-            if held & (asked | (pipeline.topology.mapped_gpus if unscheduled else set())):
-                return True
-        return False
-
     def concern(self, event: ev.RankMoved) -> bool:
         """Whether the end of a hand-over calls for a plan at once: GPUs are free and unclaimed, or a pipeline waited
         for this rank to be up: the training of its own pipeline, or a pipeline without any rank that may get this one.
@@ -507,8 +495,16 @@ class Scheduler:
         return above
 
     def wanted(self, name: str) -> bool:
-        """Whether somebody else waits for GPUs that this pipeline holds: to train on them, or to generate at all."""
-        return self._requests.wait_for(name)
+        """Whether another pipeline waits for GPUs that this one holds: to train on them, or to generate at all."""
+        held = {gpu for cluster in self.state.pipelines[name].held.values() for gpu in cluster.gpus}
+        for other, pipeline in self.state.pipelines.items():
+            if other == name or pipeline.fenced or pipeline.paused:
+                continue
+            asked = {gpu for cluster in pipeline.wants for gpu in pipeline.topology.clusters[cluster].gpus}
+            unscheduled = pipeline.unscheduled_since is not None and not pipeline.held and not pipeline.spec.scavenges
+            if held & (asked | (pipeline.topology.mapped_gpus if unscheduled else set())):
+                return True
+        return False
 
     def tick(self, reading: float) -> float:
         """Runs the work that is due by time alone; returns the steady time by which it must be called again."""

@@ -188,7 +188,6 @@ class Trials:
             self._paying.update(self._groups)
 
     def _put_off(self, now: float) -> None:
-        """Until the next time."""
         limits = self._state.limits
         self._again_at = now + max(limits.measure_s, _BETWEEN * limits.trial_steps * max(self._together.values()))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from nemo_rl.time_sharing.agents.agent import Agent
 from nemo_rl.time_sharing.agents.standing_demand import FALLS_AFTER_S, StandingDemand
 from nemo_rl.time_sharing.protocol.topology import Topology
-from nemo_rl.time_sharing.protocol.types import Answer, Status
+from nemo_rl.time_sharing.protocol.types import Answer, Status, limits_from
 from nemo_rl.time_sharing.simulation.event_loop import Loop, Wire
 from nemo_rl.time_sharing.simulation.scenario import Scenario, ScenarioJob
 from nemo_rl.time_sharing.simulation.simulated_generation import Crowding, Generation
@@ -24,7 +24,7 @@ class Surroundings:
 
     def __init__(self, scenario: Scenario, seed: int, make_record: Callable[[Callable[[], float]], Record]) -> None:
         self.scenario, self.seed = scenario, seed
-        self.limits = scenario.scheduler_limits
+        self.limits = limits_from(scenario.limits)
         self.loop = Loop()
         self.wire = Wire(self.loop, scenario.network, random.Random(f"{seed}/wire"))
         self.crowding = Crowding(scenario.pool.neighbours_slow)

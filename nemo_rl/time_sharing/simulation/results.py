@@ -177,7 +177,6 @@ def summarise(world: World, scenario: Scenario, seed: int, alone_times: AloneTim
 
 
 def _faults(world: World) -> dict[str, int]:
-    """Counts of injected faults and of the scheduler's reactions."""
     kinds: dict[type, str] = {
         ev.Fenced: "pipelines fenced",
         ev.RankCooling: "ranks cooled off",

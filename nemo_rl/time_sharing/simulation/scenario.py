@@ -21,8 +21,6 @@ from nemo_rl.time_sharing.protocol.types import (
     ADAPTERS_STOP_S,
     KILLED_S,
     LONGEST_STOP_S,
-    Limits,
-    limits_from,
 )
 
 MOST_SAMPLES = 1_000_000  # that are simulated at once
@@ -442,10 +440,6 @@ class Scenario(_Section):
         """The nodes of the quotas."""
         groups = (QuotaNode(f"group {name}", *_under(one)) for name, one in self.groups.items())
         return (*groups, *(QuotaNode(f"user {name}", *_under(one)) for name, one in self.users.items()))
-
-    @property
-    def scheduler_limits(self) -> Limits:
-        return limits_from(self.limits)
 
 
 def _under(quota: ScenarioQuota) -> tuple[str, float | None, float | None]:

@@ -7,6 +7,7 @@ single keys that pydantic finds, and those between keys. Every message gives the
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 import types
@@ -99,12 +100,7 @@ def _words(mistake: ErrorDetails, schema: type[BaseModel]) -> str:
 
 
 def _given(value: object) -> str:
-    shown = (
-        {None: "null", True: "true", False: "false"}.get(value)
-        if value is None or isinstance(value, bool)
-        else repr(value)
-    )
-    text = str(shown)
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return f" (given: {text if len(text) <= 80 else text[:77] + '...'})"
 
 
@@ -129,16 +125,9 @@ _SHORTEST_PERIOD_S = 0.01
 def problems_of_limits(limits: Mapping[str, float]) -> Iterator[str]:
     """One line per mistake: `limits.key: value and allowed values`."""
     known = [f.name for f in dataclasses.fields(Limits)]
-    wrong = False
-    for key, value in limits.items():
-        problem = _problem(key, value, known)
-        if problem:
-            wrong = True
-            yield f"limits.{key}: {problem}"
-    if wrong:
-        return
-    typed = limits_from(limits)
-    if typed.heartbeat_s >= typed.lease_s:
+    wrong = [f"limits.{key}: {problem}" for key, value in limits.items() if (problem := _problem(key, value, known))]
+    yield from wrong
+    if not wrong and (typed := limits_from(limits)).heartbeat_s >= typed.lease_s:
         yield (
             f"limits.heartbeat_s: {typed.heartbeat_s:g} s must be less than lease_s ({typed.lease_s:g} s), "
             "or every pipeline is taken for dead"

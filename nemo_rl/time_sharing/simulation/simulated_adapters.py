@@ -233,7 +233,6 @@ class SimulatedAdapters(SimulatedJob):
         self._begin_on_a_rank(process)
 
     def _kill_command(self, process: JobProcess, operation: Operation) -> None:
-        """Ends a command that has not finished its steps in time."""
         if self._yields == (process, operation):
             self._lose_steps()
             self._yielded()
@@ -287,7 +286,6 @@ class SimulatedAdapters(SimulatedJob):
                 self._sync(process, member)
 
     def _go(self, process: JobProcess, member: Member) -> None:
-        """An adapter leaves the running command."""
         self._drop(member)
         self._turns.leave(member.spec.name)
         member.inside, member.version = False, None
