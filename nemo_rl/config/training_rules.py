@@ -19,6 +19,7 @@ from nemo_rl.config.section import not_built
 from nemo_rl.config.world_sizes import (
     ParallelSizesError,
     data_parallel_size,
+    divisors,
     model_parallel_size,
     parallel_sizes,
     replica_sizes,
@@ -334,10 +335,9 @@ def expert_parallelism_is_possible(config: RootConfig) -> Iterator[str]:
     key = f"policy.dtensor_cfg.expert_parallel_size is {cfg.expert_parallel_size}"
     ranks = data_parallel_size(config) * cfg.context_parallel_size // cfg.dp_replicate_size
     if training_world_size(config) > 0 and ranks % cfg.expert_parallel_size:
-        sizes = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
         yield (
             f"{key}, which does not divide the {ranks} ranks that share one copy of the parameters "
-            f"(data-parallel ranks / dp_replicate_size * context_parallel_size); possible: {sizes}"
+            f"(data-parallel ranks / dp_replicate_size * context_parallel_size); possible: {divisors(ranks)}"
         )
     if cfg.torch_compile:
         yield (
@@ -407,10 +407,9 @@ def experts_divide_the_ranks(config: RootConfig) -> Iterator[str]:
     shared = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
     stage = world // megatron.pipeline_model_parallel_size
     if megatron.enabled and stage > 0 and stage % shared:
-        sizes = ", ".join(str(size) for size in range(1, stage + 1) if stage % size == 0)
         yield (
             f"{_KEY}: expert_model_parallel_size * expert_tensor_parallel_size is {shared}, which does not divide the "
-            f"{stage} ranks of a pipeline stage; possible: {sizes}"
+            f"{stage} ranks of a pipeline stage; possible: {divisors(stage)}"
         )
 
 

@@ -130,12 +130,16 @@ def parallel_sizes(policy: PolicyConfig, world: int) -> ParallelSizes:
     """How `world` training ranks are divided, whatever the backend. Raises ParallelSizesError: They do not divide."""
     sizes = replica_sizes(policy)
     if world % sizes.replica:
-        possible = ", ".join(str(size) for size in range(1, world + 1) if world % size == 0)
         raise ParallelSizesError(
             f"{replica_keys(policy)} is {sizes.replica}, which does not divide the {world} accelerators that train; "
-            f"possible: {possible}"
+            f"possible: {divisors(world)}"
         )
     return replace(sizes, dp=world // sizes.replica)
+
+
+def divisors(number: int) -> str:
+    """The sizes that divide a number, for messages."""
+    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
 
 
 def compiles_layers(policy: PolicyConfig, sizes: ParallelSizes, *, cuda: bool) -> bool:

@@ -240,7 +240,6 @@ class DTensorBackend(Backend):
 
     @torch.no_grad()
     def apply_gradients(self, factor: float) -> None:
-        """Multiplies gradients by `factor`, steps the optimizer and drops the gradients."""
         if self.optimizer is None:
             raise RuntimeError("this policy was built without an optimizer (init_optimizer=False) and cannot train")
         gradients = [local_tensor(p.grad) for p in self.scorer.parameters() if p.grad is not None]
@@ -249,7 +248,6 @@ class DTensorBackend(Backend):
         self.discard_gradients()
 
     def trained_weights(self) -> list[torch.Tensor]:
-        """This rank's shards of the parameters that the optimizer updates."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [local_tensor(parameter) for group in groups for parameter in group["params"]]
 

@@ -42,7 +42,7 @@ def count_experts(module: nn.Module) -> int:
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Cuts the experts of every layer over `mesh`, in place. Raises UnsupportedModelError: the model has no experts in
-    stacked weights, they do not divide, or they cannot skip tokens of other ranks.
+    stacked weights, or they cannot skip tokens of other ranks.
     """
     found = expert_modules(model)
     key = f"policy.dtensor_cfg.expert_parallel_size={mesh.size()}"
@@ -51,9 +51,6 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             f"{key}: {type(model).__name__} has no experts in stacked weights (transformers >= 5 has them); set it to 1"
         )
     for module in found:
-        total = count_experts(module)
-        if total % mesh.size():
-            raise UnsupportedModelError(f"{key} does not divide the {total} experts of {type(module).__name__}")
         # What transformers 5.18 and later set on experts that its kernels compute, and what 5.17 does.
         if not hasattr(module, "_is_expert_parallel") and not (
             hasattr(module, "has_gate") and Version(transformers.__version__) >= Version("5.17")

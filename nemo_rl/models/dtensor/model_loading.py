@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.world_sizes import compiles_layers
-from nemo_rl.models.dtensor.dtensor_checks import LIGER, check_attention, check_device
+from nemo_rl.models.dtensor.dtensor_checks import LIGER, check_attention
 from nemo_rl.models.dtensor.dtensor_lora import KEY, apply_adapters
 from nemo_rl.models.dtensor.experts import apply_expert_parallel
 from nemo_rl.models.dtensor.export import PREFIX, remember_disk_names
@@ -54,10 +54,8 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
     Args:
         weights_path: A checkpoint's weights directory to start from instead of `policy.model_name`.
 
-    Raises ModelNotFoundError: the model cannot be loaded; CheckpointMismatchError: the checkpoint is of another model;
-    KernelUnavailableError: a kernel that is asked for does not run here.
+    Raises ModelNotFoundError: the model cannot be loaded; CheckpointMismatchError: the checkpoint is of another model.
     """
-    check_device(cfg, cuda=mesh.device.type == "cuda")
     config = model_config(cfg)
     source = weights_path or cfg.model_name
     lora = cfg.dtensor_cfg.lora_cfg

@@ -30,33 +30,22 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from nemo_rl.config import DTensorConfig
-from nemo_rl.config.world_sizes import ParallelSizes, ParallelSizesError
+from nemo_rl.config.world_sizes import ParallelSizes
 from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.distributed.communicators import RankGroups
 from nemo_rl.distributed.devices import total_memory
 from nemo_rl.distributed.worker_groups import resolve_fqn
 from nemo_rl.models.dtensor.experts import count_experts, expert_modules
 from nemo_rl.models.policy.memory_estimate import KEPT_SHARE
-from nemo_rl.models.policy.model_config import UnsupportedModelError, check_divisible, decoder_of
+from nemo_rl.models.policy.model_config import UnsupportedModelError, decoder_of
 
 
 class ParallelMesh(RankGroups):
     """Process groups of this rank; made once per process. `dp_replicate`: whole copies of the parameters among the
-    data-parallel ranks (HSDP). Raises ParallelSizesError: copies or experts do not divide the ranks.
+    data-parallel ranks (HSDP). Copies and experts divide the ranks, as the rules of the configuration ask.
     """
 
     def __init__(self, sizes: ParallelSizes, accelerator: Accelerator, *, dp_replicate: int = 1) -> None:
-        if sizes.dp % dp_replicate:
-            raise ParallelSizesError(
-                f"policy.dtensor_cfg.dp_replicate_size {dp_replicate} does not divide the {sizes.dp} data-parallel "
-                "ranks"
-            )
-        sharing = sizes.dp // dp_replicate * sizes.cp
-        if sharing % sizes.ep:
-            raise ParallelSizesError(
-                f"policy.dtensor_cfg.expert_parallel_size {sizes.ep} does not divide the {sharing} ranks that share "
-                "one copy of the parameters"
-            )
         super().__init__(sizes, accelerator)
         self.dp_replicate = dp_replicate
         shape = (dp_replicate, sizes.dp // dp_replicate, sizes.cp, sizes.tp)
@@ -66,7 +55,7 @@ class ParallelMesh(RankGroups):
         self.gradient_mesh = self.mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp")
         self._experts: DeviceMesh | None = None
         if sizes.ep > 1:
-            shape = (dp_replicate, sharing // sizes.ep, sizes.ep, sizes.tp)
+            shape = (dp_replicate, sizes.dp // dp_replicate * sizes.cp // sizes.ep, sizes.ep, sizes.tp)
             self._experts = init_device_mesh(
                 accelerator.kind, shape, mesh_dim_names=("expert_replicate", "expert_shard", "ep", "expert_tp")
             )
@@ -79,7 +68,6 @@ class ParallelMesh(RankGroups):
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """The ranks that see different samples."""
         return self.data_mesh.get_group()
 
     @property
@@ -194,7 +182,6 @@ def apply_tensor_parallel(model: Any, mesh: ParallelMesh, cfg: DTensorConfig) ->
     """Cuts the model over the tensor-parallel mesh, in place."""
     if mesh.sizes.tp == 1:
         return
-    check_divisible(model.config, mesh.sizes.tp)
     tied = model.config.tie_word_embeddings
     parallelize_module(decoder_of(model), mesh.tp_mesh, _plan(model, cfg))
     if tied:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nemo_rl.config.world_sizes import ParallelSizes, ParallelSizesError
+from nemo_rl.config.world_sizes import ParallelSizes
 from nemo_rl.distributed.accelerator_slots import Accelerator
 from nemo_rl.distributed.communicators import COLLECTIVE_TIMEOUT_S, RankGroups
 from nemo_rl.models.megatron import cpu
@@ -18,16 +18,10 @@ from nemo_rl.models.megatron import cpu
 
 class MegatronGroups(RankGroups):
     """Groups of this rank; made once per process and set of sizes. `virtual_stages`: parts of the model on each
-    pipeline stage; None for one. Raises ParallelSizesError: experts do not divide the ranks of a stage.
+    pipeline stage; None for one.
     """
 
     def __init__(self, sizes: ParallelSizes, accelerator: Accelerator, virtual_stages: int | None = None) -> None:
-        per_stage = sizes.dp * sizes.cp * sizes.tp
-        if per_stage % (sizes.ep * sizes.etp):
-            raise ParallelSizesError(
-                f"policy.megatron_cfg: expert_model_parallel_size * expert_tensor_parallel_size is "
-                f"{sizes.ep * sizes.etp}, which does not divide the {per_stage} ranks of a pipeline stage"
-            )
         super().__init__(sizes, accelerator)
         from megatron.core import parallel_state
 
@@ -61,7 +55,6 @@ class MegatronGroups(RankGroups):
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """The ranks that see different samples."""
         return self.dp_group
 
     def from_last_stage(self, value: object) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from nemo_rl.config import PolicyConfig
+from nemo_rl.config.world_sizes import divisors
 from nemo_rl.models.megatron import bridge, megatron_lora
 from nemo_rl.models.megatron.families import Sizes
 from nemo_rl.models.policy.model_config import KernelUnavailableError, UnsupportedModelError, check_not_quantized
@@ -66,19 +67,19 @@ def _sizes_that_do_not_divide(cfg: PolicyConfig, sizes: Sizes) -> Iterator[str]:
         if size % tp:
             yield (
                 f"{_KEY}.tensor_model_parallel_size={tp} does not divide the model's {name}={size}; possible: "
-                f"{_divisors(size)}"
+                f"{divisors(size)}"
             )
     if sizes.experts and sizes.feed_forward % mcore.expert_tensor_parallel_size:
         yield (
             f"{_KEY}.expert_tensor_parallel_size={mcore.expert_tensor_parallel_size} does not divide the model's "
-            f"moe_intermediate_size={sizes.feed_forward}; possible: {_divisors(sizes.feed_forward)}"
+            f"moe_intermediate_size={sizes.feed_forward}; possible: {divisors(sizes.feed_forward)}"
         )
     uneven = mcore.num_layers_in_first_pipeline_stage or mcore.num_layers_in_last_pipeline_stage
     virtual = mcore.model_overrides.get("virtual_pipeline_model_parallel_size") or 1
     if sizes.layers % (pp * virtual) and not uneven:
         yield (
             f"{_KEY}.pipeline_model_parallel_size={pp} does not divide the model's num_hidden_layers={sizes.layers}; "
-            f"possible: {_divisors(sizes.layers)}, or set num_layers_in_first_pipeline_stage or "
+            f"possible: {divisors(sizes.layers)}, or set num_layers_in_first_pipeline_stage or "
             "num_layers_in_last_pipeline_stage"
         )
     if sizes.experts and tp > 1 and not mcore.sequence_parallel:
@@ -99,12 +100,8 @@ def _sizes_that_do_not_divide(cfg: PolicyConfig, sizes: Sizes) -> Iterator[str]:
     if sizes.experts % ep:
         yield (
             f"{_KEY}.expert_model_parallel_size={ep} does not divide the model's {sizes.experts} experts; possible: "
-            f"{_divisors(sizes.experts)}"
+            f"{divisors(sizes.experts)}"
         )
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
 
 
 def check_device(cfg: PolicyConfig, *, cuda: bool) -> None:

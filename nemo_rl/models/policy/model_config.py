@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from nemo_rl.config import DTensorConfig, PolicyConfig
 from nemo_rl.config.errors import UserError, did_you_mean, first_line
 from nemo_rl.config.policy import can_name_a_model
+from nemo_rl.config.world_sizes import divisors
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -300,19 +301,15 @@ def check_experts(config: PretrainedConfig, cfg: DTensorConfig) -> None:
             f"{key}, but the model ({getattr(config, 'model_type', 'unknown type')}) has no experts; set it to 1"
         )
     if experts % ranks:
-        sizes = ", ".join(str(size) for size in range(1, experts + 1) if experts % size == 0)
-        raise UnsupportedModelError(f"{key} does not divide the model's {experts} experts; possible: {sizes}")
+        raise UnsupportedModelError(
+            f"{key} does not divide the model's {experts} experts; possible: {divisors(experts)}"
+        )
 
 
 _CUT_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 
 
-def check_divisible(
-    config: PretrainedConfig,
-    tp: int,
-    key: str = "policy.dtensor_cfg.tensor_parallel_size",
-    sizes: Sequence[str] = _CUT_SIZES,
-) -> None:
+def check_divisible(config: PretrainedConfig, tp: int, key: str, sizes: Sequence[str] = _CUT_SIZES) -> None:
     """Whether heads and vocabulary divide over `tp` ranks. `config`: the model's Hugging Face configuration. `key`:
     where the number comes from, for the message. Raises UnsupportedModelError: they do not.
     """
@@ -322,7 +319,6 @@ def check_divisible(
             raise UnsupportedModelError(f"{key}={tp} does not divide the model's {what}={value}")
 
 
-# Hugging Face's constructors set PyTorch's default dtype for the whole process while they run.
 def decoder_of(model: Any) -> Any:
     """The module with `layers` and `embed_tokens` of a model: its base, or the text tower of a model of images too."""
     base = model.base_model
@@ -343,6 +339,7 @@ def auto_class(config: PretrainedConfig) -> Any:
     return transformers.AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else None
 
 
+# Hugging Face's constructors set PyTorch's default dtype for the whole process while they run.
 _ONE_AT_A_TIME = threading.Lock()
 _BUILDING = threading.local()
 
