@@ -204,11 +204,6 @@ class Communicators:
         """Whether groups wait to be made again."""
         return bool(self._dropped)
 
-    @property
-    def searches(self) -> int:
-        """How often all objects of the process were searched for holders of groups."""
-        return self._holders.searches
-
     def drop(self) -> None:
         """Destroys the groups. Collective; nothing to do when they are gone."""
         if self._dropped:

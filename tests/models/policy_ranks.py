@@ -501,7 +501,7 @@ def dropped_communicators(model: str, world: int, cases: dict[str, list[str]]) -
         refused = _error(worker.drop_communicators)
         worker.abort_train_step()
         same = results == kept and worker.weight_checksums() == kept_weights
-        searches = worker.backend.groups.communicators.searches
+        searches = worker.backend.groups.communicators._holders.searches
         seen[case] = {"same": same, "groups": groups, "refused": refused, "searches": searches}
     return seen
 

@@ -36,7 +36,7 @@ def test_the_pieces_joined_are_the_response_with_every_log_probability_and_versi
         versions += [version] * count
         if count:
             seeds.append(way.next_request().seed)
-        assert way.cuts == index + 1
+        assert way.next_request().request_id == f"a+{index + 1}"
     tail = [900 + n for n in range(last)]
     whole = way.finish(piece(way.next_request().request_id, tail, 7, "stop", shard=3))
     assert (whole.request_id, whole.token_ids, whole.shard, whole.finish_reason) == ("a", drawn + tail, 3, "stop")

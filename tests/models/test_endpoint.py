@@ -61,6 +61,7 @@ from nemo_rl.models.generation.interfaces import (
     OnTokens,
     VersionSpan,
 )
+from tests.models.branches import trained_tokens
 
 _CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
 _NEMO_GYM = Path(__file__).with_name("nemo_gym_stand_in")
@@ -202,7 +203,7 @@ def test_a_later_turn_is_prompted_with_the_sampled_tokens(session: tuple[Endpoin
     assert second["usage"]["prompt_tokens"] == len(after.prompt_ids)
     assert [(one.seed, one.sample_id) for one in says.requests] == [(100, "4-2-1"), (101, "4-2-1")]
     (branch,) = endpoint.finish("s").branches()
-    assert branch.token_ids == [*after.prompt_ids, *first["token_ids"]] and sum(branch.token_mask) == 8
+    assert branch.token_ids == [*after.prompt_ids, *first["token_ids"]] and len(trained_tokens(branch)) == 8
     assert post(f"{url}/chat/completions", model="policy", messages=[user("c")]).status_code == 404
 
 
@@ -260,7 +261,7 @@ def test_the_next_speakers_token_is_in_a_prompt_once(next_speaker: tuple[Endpoin
         assert text == expected
         expected += opened + turn.format(question)
     (branch,) = endpoint.finish("g").branches()
-    assert sum(branch.token_mask) == 3 * len(says.tokenizer("4")["input_ids"]) + 3 * 2
+    assert len(trained_tokens(branch)) == 3 * len(says.tokenizer("4")["input_ids"]) + 3 * 2
 
 
 CARRIED_BY_A_REQUEST: list[tuple[str, dict[str, Any]]] = [
@@ -429,7 +430,7 @@ def test_each_of_several_answers_is_a_turn_with_a_seed_of_its_own(session: tuple
     response = post(f"{url}/completions", model="policy", prompt="1+1=", n=2, stop=["h"])
     assert [choice["text"] for choice in response.json()["choices"]] == ["hi", "hi"]
     assert [(one.seed, one.stop_strings) for one in says.requests] == [(100, ("h",)), (101, ("h",))]
-    assert [sum(branch.token_mask) for branch in endpoint.finish("s").branches()] == [4, 4]
+    assert [len(trained_tokens(branch)) for branch in endpoint.finish("s").branches()] == [4, 4]
 
 
 def test_routes_and_masks_are_returned_where_they_are_recorded_and_tokens_asked_for(
@@ -1195,5 +1196,5 @@ def test_the_agents_sdk_of_openai_plays_with_its_tools(session: tuple[Endpoint, 
     one = endpoint.finish("s")
     assert [turn.parent for turn in one.turns] == [None, 0]
     (branch,) = one.branches()
-    assert sum(branch.token_mask) == sum(len(turn.result.token_ids) for turn in one.turns)
+    assert len(trained_tokens(branch)) == sum(len(turn.result.token_ids) for turn in one.turns)
     assert [part.messages[-1]["role"] for part in branch.parts] == ["user", "tool"]

@@ -23,6 +23,7 @@ from nemo_rl.models.generation.endpoint.server import Endpoint, start_endpoint
 from nemo_rl.models.generation.endpoint.session import Session, SessionPlan
 from nemo_rl.models.generation.endpoint.streamed_answers import StreamedAnswers, chunk_of
 from nemo_rl.models.generation.interfaces import GenerationSamplingParams, request_seed
+from tests.models.branches import trained_tokens
 from tests.models.elastic_engines import Elastic, elastic_engines
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -205,7 +206,7 @@ def test_no_client_notices_that_shards_sleep_are_refitted_and_die(served: tuple[
         # No turn is lost or there twice, and all of them are one trajectory.
         assert len(after.turns) == _TURNS and len(after.branches()) == 1
         (branch,) = after.branches()
-        assert sum(branch.token_mask) == sum(len(turn.result.token_ids) for turn in after.turns)
+        assert len(trained_tokens(branch)) == sum(len(turn.result.token_ids) for turn in after.turns)
         assert branch.token_ids == before.branches()[0].token_ids
         for one, other in zip(before.turns, after.turns, strict=True):
             assert other.result.logprobs == pytest.approx(one.result.logprobs, abs=1e-5)

@@ -226,8 +226,8 @@ class Endpoint:
                 Route(f"{prefix}/v1/chat/completions", self._answered(self._chat), methods=["POST"]),
                 Route(f"{prefix}/v1/completions", self._answered(self._completion), methods=["POST"]),
                 Route(f"{prefix}/v1/models", self._answered(self._models)),
-                Route(f"{prefix}/tokenize", self._answered(self._tokenize), methods=["POST"]),
-                Route(f"{prefix}/detokenize", self._answered(self._detokenize), methods=["POST"]),
+                Route(f"{prefix}/tokenize", self._answered(self._tokens), methods=["POST"]),
+                Route(f"{prefix}/detokenize", self._answered(self._tokens), methods=["POST"]),
                 Route(f"{prefix}/restart", self._answered(self._restart), methods=["POST"]),
             ]
         return Starlette(routes=routes, exception_handlers={404: no_such_path, 405: no_such_path})
@@ -443,15 +443,11 @@ class Endpoint:
     async def _models(self, request: Request) -> Response:
         return json_response((await self._serving.models.show_available_models()).model_dump())
 
-    async def _tokenize(self, request: Request) -> Response:
-        asked = self._serving.tokenize_request.validate_python(await read_body(request))
-        made = await self._serving.tokenization.create_tokenize(asked, request)
-        return json_response(made.model_dump(), made.error.code if hasattr(made, "error") else 200)
-
-    async def _detokenize(self, request: Request) -> Response:
-        asked = self._serving.detokenize_request.validate_python(await read_body(request))
-        made = await self._serving.tokenization.create_detokenize(asked, request)
-        return json_response(made.model_dump(), made.error.code if hasattr(made, "error") else 200)
+    async def _tokens(self, request: Request) -> Response:
+        adapter, create = self._serving.tokens[request.url.path.rpartition("/")[2]]
+        made = await create(adapter.validate_python(await read_body(request)), request)
+        error = getattr(made, "error", None)
+        return json_response(made.model_dump(), 200 if error is None else error.code)
 
     async def _restart(self, request: Request) -> Response:
         session = self._session(request)

@@ -11,7 +11,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,15 +26,13 @@ from nemo_rl.models.generation.endpoint.router_engine import BadRequest, Generat
 from nemo_rl.models.generation.endpoint.session import text_of
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+    from pydantic import BaseModel, TypeAdapter
     from transformers import PreTrainedTokenizerBase
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-    from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeRequest
-    from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 
 _CHAT_KWARGS = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
 # Keys of `vllm_kwargs` that say how a prompt is read.
@@ -52,11 +50,9 @@ class Serving:
     models: OpenAIServingModels
     chat: OpenAIServingChat
     completion: OpenAIServingCompletion
-    tokenization: ServingTokenization
+    tokens: Mapping[str, tuple[TypeAdapter[object], Callable[..., Awaitable[BaseModel]]]]  # by path
     chat_request: type[ChatCompletionRequest]  # the request classes
     completion_request: type[CompletionRequest]
-    tokenize_request: TypeAdapter[TokenizeRequest]  # adapters that validate
-    detokenize_request: TypeAdapter[DetokenizeRequest]
     tokenizer: PreTrainedTokenizerBase
     template: str | None  # of chats, unless a request has its own
     _shown: set[tuple[str, str]] = field(default_factory=set)  # (key, variables) that a template is known to show
@@ -171,16 +167,18 @@ def make_serving(
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError([f"{_CHAT_KWARGS}: {error}"]) from error
+    tokenization = ServingTokenization(models, online, **_taken(ServingTokenization, common))
     return Serving(
         engine,
         models,
         chat,
         OpenAIServingCompletion(engine, models, online_renderer=online, request_logger=None),
-        ServingTokenization(models, online, **_taken(ServingTokenization, common)),
+        {
+            "tokenize": (TypeAdapter(TokenizeRequest), tokenization.create_tokenize),
+            "detokenize": (TypeAdapter(DetokenizeRequest), tokenization.create_detokenize),
+        },
         ChatCompletionRequest,
         CompletionRequest,
-        TypeAdapter(TokenizeRequest),
-        TypeAdapter(DetokenizeRequest),
         tokenizer,
         template if isinstance(template := common["chat_template"], str) else None,
     )

@@ -75,14 +75,6 @@ class Branch:
         """All tokens."""
         return self.parts[-1].turn.token_ids
 
-    @property
-    def token_mask(self) -> list[int]:
-        """1 where a token is trained."""
-        mask: list[int] = []
-        for part in self.parts:
-            mask += [0] * len(part.context) + [int(part.trained)] * len(part.turn.result.token_ids)
-        return mask
-
 
 @dataclass
 class Session:

@@ -283,11 +283,6 @@ class ResumableRequest:
         """Tokens of earlier pieces."""
         return len(self._token_ids)
 
-    @property
-    def cuts(self) -> int:
-        """How often a piece was cut short."""
-        return self._cuts
-
     def next_request(self) -> GenerationRequest:
         """The piece that is still to be served."""
         if not self._cuts:
