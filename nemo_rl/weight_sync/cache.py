@@ -30,6 +30,7 @@ from nemo_rl.weight_sync.layout import (
     unpack,
 )
 from nemo_rl.weight_sync.sender import SendSpec, window_bytes
+from nemo_rl.weight_sync.sync_session import WeightSource
 from nemo_rl.weight_sync.transports import Handle, HostStaging, Published, TransportError, TransportName, map_segment
 
 logger = logging.getLogger(__name__)
@@ -258,8 +259,8 @@ class BucketCache:
         return self._owner
 
 
-class CachedSource:
-    """One session's `WeightSource` on a cache.
+class CachedSource(WeightSource):
+    """One session's source on a cache.
 
     By the host transport receivers map the cache itself: nothing is staged and no rank is disturbed. The owner rank
     takes part only where a target is reached by another one.
@@ -274,23 +275,18 @@ class CachedSource:
         self._spec: SendSpec | None = None
 
     def tensor_metas(self) -> list[TensorMeta]:
-        """Metadata of the cached tensors."""
         return self._cache.manifest().metas
 
     def devices(self) -> list[str]:
-        """See `BucketCache.devices`."""
         return self._cache.devices()
 
     def staging_budget(self) -> int:
-        """Bytes of one window."""
         return max(_WINDOW_BYTES, max((bucket.nbytes for bucket in self._cache.manifest().buckets), default=0))
 
     def rendezvous(self) -> tuple[str, int]:
-        """Address of the owner for group set-up."""
         return self._cache.owner().rendezvous()
 
     def kept_group(self, timeout_s: float) -> str | None:
-        """The group that the owner holds."""
         return self._cache.owner().on_first("kept_group", timeout_s)
 
     def begin(self, spec: SendSpec, timeout_s: float) -> None:
@@ -329,11 +325,9 @@ class CachedSource:
         return [mapped | {name: staged[name] for name in staged if name == "tcp"}, staged]
 
     def send_window(self, index: int, timeout_s: float) -> None:
-        """Pushes a window from the owner."""
         self._cache.owner().on_first("send_window", timeout_s, index=index)
 
     def close(self, *, failed: bool = False) -> None:
-        """Ends the reading."""
         try:
             if self._spec is not None and _lanes_of_owner(self._spec):
                 self._cache.owner().on_first("close_export", _CLOSE_S, failed=failed)

@@ -246,7 +246,6 @@ class WeightReceiver:
             self._close()
             self._groups.drop()
 
-    @property
     def kept_group(self) -> str | None:
         """Id of the group that is held for the next session, if one is."""
         return self._groups.group_id

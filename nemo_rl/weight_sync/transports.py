@@ -314,7 +314,6 @@ class CudaIpcOpener(Opener):
         return self._opened[key][: handle["nbytes"]]
 
     def close(self) -> None:
-        """Drops the mappings."""
         torch.cuda.synchronize(self._device)
         self._opened.clear()
         torch.cuda.ipc_collect()
@@ -383,7 +382,6 @@ class GroupStaging(Staging):
         return {"nbytes": nbytes}
 
     def close(self) -> None:
-        """Frees the buffer."""
         self.buffer_B = torch.empty(0, dtype=torch.uint8)
 
 
@@ -404,7 +402,6 @@ class GroupOpener(Opener):
         return received.to(self._device) if self.copies else received
 
     def close(self) -> None:
-        """Frees the buffer."""
         self._buffer_B = torch.empty(0, dtype=torch.uint8)
 
 

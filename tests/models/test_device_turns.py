@@ -97,7 +97,7 @@ class Engine:
 
     async def rpc(self, method: str, *_: object) -> list[Any]:
         await asyncio.sleep(0.01)
-        return [self._device.used] if method == "nrl_allocated_bytes" else [{"weights": 100, "kv_cache": 100}]
+        return [self._device.used] if method == "nrl_memory" else [{"weights": 100, "kv_cache": 100}]
 
 
 async def _alive(call: Coroutine[object, object, object]) -> object:

@@ -26,7 +26,7 @@ class Gpu:
         self.full = False
 
     async def rpc(self, method: str, *args: object) -> list[Any]:
-        if method == "nrl_drop_group":
+        if method == "nrl_receiver":
             self.group = 0
         used = self.weights + self.kv_cache + self.group
         return [{"weights": 30, "kv_cache": 60} if method == "nrl_model_bytes" else used]

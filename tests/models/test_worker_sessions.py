@@ -32,9 +32,10 @@ class Shard(VllmGenerationWorker):
         return call
 
     async def _rpc(self, method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
-        self.calls.append(method.removeprefix("nrl_").removesuffix("_sync"))
-        if method == self.fails:
-            raise RuntimeError(f"{method} failed")
+        step = str(args[0]) if method == "nrl_receiver" else method.removeprefix("nrl_").removesuffix("_sync")
+        self.calls.append(step)
+        if step == self.fails:
+            raise RuntimeError(f"{step} failed")
         return []
 
     def session(self, *, staged: bool = False, windows: int = 1, ident: str = "one") -> None:
@@ -55,8 +56,8 @@ class Shard(VllmGenerationWorker):
 @pytest.mark.parametrize(
     ("staged", "calls"),
     [
-        (False, ["pause", "begin", "receive_window", "finish", "publish", "resume"]),
-        (True, ["begin", "receive_window", "pause", "finish", "publish", "resume"]),
+        (False, ["pause", "begin", "receive", "finish", "publish", "resume"]),
+        (True, ["begin", "receive", "pause", "finish", "publish", "resume"]),
     ],
 )
 def test_requests_stand_still_before_a_load_begins(staged: bool, calls: list[str]) -> None:
@@ -68,12 +69,12 @@ def test_requests_stand_still_before_a_load_begins(staged: bool, calls: list[str
 @pytest.mark.parametrize(
     ("fails", "staged", "lost"),
     [
-        ("nrl_begin_sync", False, False),
-        ("nrl_begin_sync", True, False),
-        ("nrl_receive_window", False, True),
-        ("nrl_receive_window", True, False),
-        ("nrl_finish_sync", False, True),
-        ("nrl_finish_sync", True, True),
+        ("begin", False, False),
+        ("begin", True, False),
+        ("receive", False, True),
+        ("receive", True, False),
+        ("finish", False, True),
+        ("finish", True, True),
     ],
 )
 def test_a_failed_session_lets_requests_go_on_where_no_weight_was_touched(fails: str, staged: bool, lost: bool) -> None:
@@ -83,7 +84,7 @@ def test_a_failed_session_lets_requests_go_on_where_no_weight_was_touched(fails:
     stands = shard.calls.count("pause") - shard.calls.count("resume")
     assert stands == lost, shard.calls
     # What was lost stays lost through a session that touches nothing, and the next whole one brings it back.
-    shard.fails = "nrl_begin_sync"
+    shard.fails = "begin"
     shard.session(ident="two")
     assert shard._weights_lost == lost
     assert (shard.calls.count("pause") - shard.calls.count("resume") > 0) == lost
@@ -97,7 +98,7 @@ def test_a_session_that_is_refused_leaves_the_open_one_as_it_was() -> None:
 
     async def steps() -> None:
         await shard.begin_sync({"id": "one", "version": 1}, [{}], 1.0)
-        shard.fails = "nrl_begin_sync"
+        shard.fails = "begin"
         with pytest.raises(RuntimeError):
             await shard.begin_sync({"id": "two", "version": 1}, [{}], 1.0)
         await shard.abort_sync("two")

@@ -60,7 +60,7 @@ class Engines:
         return [device_uuid(CPU)] * len(self.receivers)
 
     def kept_groups(self, timeout_s: float) -> list[str | None]:
-        return [receiver.kept_group for receiver in self.receivers]
+        return [receiver.kept_group() for receiver in self.receivers]
 
     def begin(self, session: dict[str, Any], routes: Sequence[dict[str, Any]], timeout_s: float) -> None:
         for receiver, route in zip(self.receivers, routes, strict=True):

@@ -131,7 +131,7 @@ class Receivers(Engines):
 
     @property
     def held(self) -> set[str | None]:
-        return {receiver.kept_group for receiver in self.receivers}
+        return {receiver.kept_group() for receiver in self.receivers}
 
 
 def sync(sender: Sender, receivers: Any, version: int, **changed: Any) -> None:

@@ -91,7 +91,7 @@ class Rank:
         return getattr(self._receiver, method)(*arguments)
 
     def kept_group(self) -> str | None:
-        return self._receiver.kept_group
+        return self._receiver.kept_group()
 
     def has(self, version: int) -> bool:
         held = self._model.weights

@@ -215,6 +215,5 @@ class MultiLoraGenerationWorker(VllmGenerationWorker):
 
     @override
     async def shutdown(self) -> None:
-        """See `VllmGenerationWorker.shutdown`."""
         await super().shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)

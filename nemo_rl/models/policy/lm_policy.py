@@ -147,7 +147,6 @@ class Policy(PolicyWeights, PolicyInterface):
         return PendingCall(self.worker_group, future, max, on_error=lambda: None)
 
     def devices(self) -> list[str]:
-        """Device identity of every rank."""
         self.wait_until_started()
         return list(self._devices or [])
 

@@ -16,6 +16,7 @@ from nemo_rl.distributed.worker_groups import RayWorkerGroup, wait_for_workers
 from nemo_rl.weight_sync.cache import BucketCache, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.sender import SendSpec
+from nemo_rl.weight_sync.sync_session import WeightSource
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from nemo_rl.weight_sync.transports import Published
 
 
-class PolicyWeights:
+class PolicyWeights(WeightSource):
     """Weights in the workers of a policy."""
 
     maps_host_memory = False
@@ -80,42 +81,30 @@ class PolicyWeights:
         return {meta.name: (meta.shape, meta.dtype) for meta in self.tensor_metas()}
 
     def tensor_metas(self) -> list[TensorMeta]:
-        """Metadata of a refit's tensors, in order."""
         if self._metas is None:
             metas: list[TensorMeta] = self.on_first("tensor_metas")
             self._metas = metas
         return self._metas
 
     def staging_budget(self) -> int:
-        """Bytes of one staging window on the fullest slot."""
         return min(self.worker_group.run("staging_budget"))
 
-    def devices(self) -> list[str]:
-        """Device identity of every rank."""
-        raise NotImplementedError
-
     def rendezvous(self) -> tuple[str, int]:
-        """Address of rank 0 and a free port there, for one session."""
         return self._cluster.get_master_address_and_port(MEETING_S)
 
     def kept_group(self, timeout_s: float) -> str | None:
-        """Id of the group that rank 0 holds from a session before, if it does."""
         return self.on_first("kept_group", timeout_s)
 
     def begin(self, spec: SendSpec, timeout_s: float) -> None:
-        """Starts the export on every rank."""
         self.worker_group.run("begin_export", spec=spec, timeout_s=timeout_s)
 
     def export_window(self, index: int, timeout_s: float) -> list[dict[str, Published] | None]:
-        """Packs a window on every rank."""
         return self.worker_group.run("export_window", index=index, timeout_s=timeout_s)
 
     def send_window(self, index: int, timeout_s: float) -> None:
-        """Pushes a window from rank 0."""
         self.on_first("send_window", timeout_s, index=index)
 
     def close(self, *, failed: bool = False) -> None:
-        """Ends the export on every rank that still answers; after a failure no group is kept."""
         refs: list[ObjectRef[object]] = [worker.close_export.remote(failed) for worker in self.worker_group.workers]
         ray.wait(refs, num_returns=len(refs), timeout=60.0)
 

@@ -21,13 +21,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.distributed.devices import (
-    allocated_bytes,
-    device_uuid,
-    free_memory,
-    memory_in_use,
-    release_cached_memory,
-)
+from nemo_rl.distributed import devices
 from nemo_rl.distributed.nsight import capture
 from nemo_rl.models.generation.vllm.engine_processes import end_without_last_collection, follow_owner
 from nemo_rl.models.generation.vllm.recorder import StepRecorder, Taken
@@ -400,7 +394,7 @@ class VllmInternalWorkerExtension(ReceiverMethods):
                     "policy.generation.vllm_cfg.use_deep_gemm: DeepGEMM is not installed, or not for this GPU (Hopper "
                     "and Blackwell); set it to false"
                 )
-        return {"pid": os.getpid(), "rank": self.rank, "device": device_uuid(self.device)}
+        return {"pid": os.getpid(), "rank": self.rank, "device": devices.device_uuid(self.device)}
 
     def nrl_profile(self, on: bool) -> None:
         """Begins or ends what Nsight Systems records of this worker."""
@@ -422,17 +416,9 @@ class VllmInternalWorkerExtension(ReceiverMethods):
         self._nrl_recorder.forget(forgotten)
         return [self._nrl_recorder.take(*request) for request in ended]
 
-    def nrl_memory_in_use(self) -> int:
-        """Bytes in use on this worker's device (resident memory on a CPU slot)."""
-        return memory_in_use(self.device)
-
-    def nrl_allocated_bytes(self) -> int:
-        """Bytes that sleeping gives back are missing from this figure at once (see `allocated_bytes`)."""
-        return allocated_bytes(self.device)
-
-    def nrl_free_memory(self) -> int:
-        """Bytes that this worker could still allocate on its device."""
-        return free_memory(self.device)
+    def nrl_memory(self, figure: str) -> int:
+        """Bytes of this worker's device by a function of `distributed.devices`, such as `memory_in_use`."""
+        return getattr(devices, figure)(self.device)
 
     def nrl_kept_bytes(self) -> int | None:
         """Bytes that this rank keeps on its GPU while it sleeps: all that PyTorch has reserved but weights and KV
@@ -458,37 +444,17 @@ class VllmInternalWorkerExtension(ReceiverMethods):
         }
 
     def nrl_load_target(self) -> LoadTarget:
-        """The model that takes weights."""
         return _VllmModel(self)
 
-    def _nrl_receiver(self) -> WeightReceiver:
+    def nrl_receiver(self, step: str, *args: object) -> object:
+        """A step of a sync session: a method of this rank's `WeightReceiver`, which the first call makes."""
         if not hasattr(self, "_nrl_weight_receiver"):
             self._nrl_weight_receiver = WeightReceiver(self.nrl_load_target(), self.device)
-        return self._nrl_weight_receiver
+        return getattr(self._nrl_weight_receiver, step)(*args)
 
     def nrl_begin_sync(self, session: dict[str, object], routes: list[dict[str, object]]) -> None:
         """Opens a sync session; `routes` holds the weights' route to every rank of this engine."""
-        self._nrl_receiver().begin(session | routes[self.rank])
-
-    def nrl_receive_window(self, window: dict[str, object]) -> None:
-        """Loads one window."""
-        self._nrl_receiver().receive(window)
-
-    def nrl_finish_sync(self, version: int) -> int:
-        """Finalises the model; the version it now has."""
-        return self._nrl_receiver().finish(version)
-
-    def nrl_abort_sync(self, session_id: str) -> None:
-        """Ends a session without a new version, if it is the open one."""
-        self._nrl_receiver().abort(session_id)
-
-    def nrl_kept_group(self) -> str | None:
-        """Id of the group that this rank holds for the next session, if it does."""
-        return self._nrl_receiver().kept_group
-
-    def nrl_drop_group(self) -> None:
-        """Gives the memory of the held group back."""
-        self._nrl_receiver().drop_group()
+        self.nrl_receiver("begin", session | routes[self.rank])
 
     def nrl_release_memory(self, level: int) -> None:
         """CPU slots: frees the KV cache and, at level 2, the weights, and gives the memory back to the system."""
@@ -504,7 +470,7 @@ class VllmInternalWorkerExtension(ReceiverMethods):
             self._nrl_released = buffers, sizes
         for storage, _ in self._nrl_released[1]:
             storage.resize_(0)
-        release_cached_memory(self.device)
+        devices.release_cached_memory(self.device)
 
     def nrl_restore_memory(self) -> None:
         """CPU slots: makes the memory resident again with buffers restored and KV cache zeroed; dropped weights need a
@@ -513,7 +479,7 @@ class VllmInternalWorkerExtension(ReceiverMethods):
         if not hasattr(self, "_nrl_released"):
             return
         buffers, sizes = self._nrl_released
-        needed, available = sum(nbytes for _, nbytes in sizes), free_memory(self.device)
+        needed, available = sum(nbytes for _, nbytes in sizes), devices.free_memory(self.device)
         if needed > available:
             raise MemoryError(f"{needed >> 20} MiB are needed to wake, the machine has {available >> 20} MiB left")
         # vLLM's weight loading copies into these very tensors, so their storages grow back in place.

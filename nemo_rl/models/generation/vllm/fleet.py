@@ -47,7 +47,7 @@ from nemo_rl.utils.record_events import (
 )
 from nemo_rl.utils.timer import Timer
 from nemo_rl.weight_sync.cache import CacheError
-from nemo_rl.weight_sync.sync_session import SyncOptions, SyncReport, SyncSession, WeightSource
+from nemo_rl.weight_sync.sync_session import SyncOptions, SyncReport, SyncSession, WeightSource, WeightTargets
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -96,7 +96,7 @@ _CULPRITS_S = 5.0
 _STAGING_MARGIN = 1.2
 
 
-class ShardTargets:
+class ShardTargets(WeightTargets):
     """Targets of one session.
 
     Args:
@@ -126,11 +126,9 @@ class ShardTargets:
         self.died = False
 
     def devices(self) -> list[str]:
-        """Device identity of every engine rank, shard by shard."""
         return [device for shard in self._devices for device in shard]
 
     def kept_groups(self, timeout_s: float) -> list[str | None]:
-        """Id of the group that each engine rank holds from a session before, in the order of `devices`."""
         refs: list[ObjectRef[object]] = [worker.kept_groups.remote(timeout_s=timeout_s) for worker in self._workers]
         return [held for shard in self._wait(refs, "kept_groups", timeout_s) for held in shard]
 
@@ -162,7 +160,6 @@ class ShardTargets:
         self._wait(refs, "begin_sync", timeout_s)
 
     def receive_window(self, window: dict[str, object], timeout_s: float) -> None:
-        """Takes a window on every target."""
         if not self._staged:
             self._have(None, half_new=True)
         self._wait(
@@ -172,7 +169,6 @@ class ShardTargets:
         )
 
     def finish(self, version: int, timeout_s: float) -> list[float]:
-        """Finalises every target; seconds for which each stopped serving."""
         # Staged windows are loaded by this call.
         self._have(None, half_new=True)
         pauses_s = self._wait(
@@ -188,7 +184,6 @@ class ShardTargets:
             known.has(version, half_new=half_new)
 
     def abort(self, session_id: str) -> None:
-        """Ends the session on every target that still answers."""
         refs: list[ObjectRef[object]] = [worker.abort_sync.remote(session_id) for worker in self._workers]
         ray.wait(refs, num_returns=len(refs), timeout=30.0)
 

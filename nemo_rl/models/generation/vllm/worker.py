@@ -99,6 +99,7 @@ def _taken(turn: socket.socket, device: str) -> bool:
     return True
 
 
+_ALLOCATED = ("nrl_memory", "allocated_bytes")
 _FREED_SHARE = 0.9
 _FREED_WITHIN_S = 10.0
 
@@ -160,17 +161,17 @@ class EngineMemory:
         self.asleep = {"weights", "kv_cache"}
         after = await self._freed(before, expected)
         # On a CPU slot that is all of its process.
-        kept = await self._rpc("nrl_kept_bytes" if self._cuda else "nrl_allocated_bytes")
+        kept = await self._rpc(*(("nrl_kept_bytes",) if self._cuda else _ALLOCATED))
         return {"before": before, "after": after, "kept": max(kept)}
 
     async def _drop_group(self) -> None:
         if self.holds_group:
-            await self._rpc("nrl_drop_group")
+            await self._rpc("nrl_receiver", "drop_group")
             self.holds_group = False
 
     async def allocated(self) -> int:
         """Bytes over ranks (`allocated_bytes`)."""
-        return sum(await self._rpc("nrl_allocated_bytes"))
+        return sum(await self._rpc(*_ALLOCATED))
 
     async def _freed(self, before: int, expected: int) -> int:
         deadline = time.monotonic() + _FREED_WITHIN_S
@@ -471,7 +472,7 @@ class VllmGenerationWorker:
 
     async def check_engine(self, timeout_s: float) -> None:
         """Returns once the engine's workers have answered. Raises TimeoutError: they did not within `timeout_s`."""
-        await asyncio.wait_for(self._rpc("nrl_memory_in_use"), timeout_s)
+        await asyncio.wait_for(self._rpc("nrl_memory", "memory_in_use"), timeout_s)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -533,14 +534,14 @@ class VllmGenerationWorker:
     async def receive_window(self, window: dict[str, object], timeout_s: float) -> None:
         """Takes one window on every rank."""
         self._session["untouched"] = False
-        await self._rpc("nrl_receive_window", window, timeout_s=timeout_s)
+        await self._rpc("nrl_receiver", "receive", window, timeout_s=timeout_s)
 
     async def finish_sync(self, version: int, timeout_s: float) -> float:
         """Finalises every rank; from here on tokens carry `version`. Seconds for which requests stood still."""
         await self._pause()
         # From here on a failure leaves weights that may be half new, wherever the windows were staged.
         self._session |= {"staged": False, "untouched": False}
-        await self._rpc("nrl_finish_sync", version, timeout_s=timeout_s)
+        await self._rpc("nrl_receiver", "finish", version, timeout_s=timeout_s)
         await self._versions.publish(version, kv_recomputed=self._session.get("recompute_kv", True))
         self._weights_lost = False
         return await self._resume()
@@ -549,7 +550,7 @@ class VllmGenerationWorker:
         """Ends this session on every rank; an engine whose weights may be partly new stays paused until a session
         succeeds.
         """
-        await self._rpc("nrl_abort_sync", session_id)
+        await self._rpc("nrl_receiver", "abort", session_id)
         if self._session.get("id") == session_id:
             self._weights_lost |= not (self._session.get("staged") or self._session["untouched"])
             self._session = {}
@@ -603,11 +604,11 @@ class VllmGenerationWorker:
 
     async def kept_groups(self, timeout_s: float) -> list[str | None]:
         """Id of the group that each rank holds from a sync session before, if it does."""
-        return await self._rpc("nrl_kept_group", timeout_s=timeout_s)
+        return await self._rpc("nrl_receiver", "kept_group", timeout_s=timeout_s)
 
     async def memory_in_use(self) -> list[int]:
         """Bytes in use on the device of each rank (resident memory of its process on a CPU slot)."""
-        return await self._rpc("nrl_memory_in_use")
+        return await self._rpc("nrl_memory", "memory_in_use")
 
     async def memory_use(self) -> MemoryUse:
         """Host memory of this process with those below it, and what the fullest rank keeps on its GPU while it sleeps
@@ -620,7 +621,7 @@ class VllmGenerationWorker:
 
     async def free_memory(self) -> list[int]:
         """Bytes that each rank could still allocate."""
-        return await self._rpc("nrl_free_memory")
+        return await self._rpc("nrl_memory", "free_memory")
 
     async def profile(self, on: bool) -> None:
         """Begins or ends what Nsight Systems records of every rank; nothing to do before the engine stands."""
