@@ -13,7 +13,7 @@ import pytest
 from nemo_rl.config import load_master_config
 from nemo_rl.models.generation.decisions import RecordedDecisionsError, Recording
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, GenerationSamplingParams
-from nemo_rl.models.generation.vllm.request_state import DecisionReader, engine_arguments
+from nemo_rl.models.generation.vllm.request_state import DecisionReader
 from nemo_rl.models.policy.model_config import UnsupportedModelError, check_replay, model_config
 
 # Decoder layers 0 and 2 of three have experts.
@@ -41,7 +41,6 @@ def test_the_engines_own_routes_are_those_of_layers_with_experts_from_where_they
     # Nothing computes the last token, and an engine may lose others.
     assert routes.valid.tolist() == [True] * 4 + [False] and not routes.experts[4].any()
     assert completed(ROUTES, given[:4]).routes.valid.tolist() == [True] * 2 + [False] * 3
-    assert engine_arguments(ROUTES, by_engine=True) == {"enable_return_routed_experts": True}
 
 
 @pytest.mark.parametrize(

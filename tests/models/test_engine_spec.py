@@ -11,6 +11,7 @@ import pytest
 
 from nemo_rl.config import ConfigError, load_master_config
 from nemo_rl.distributed.virtual_cluster import AcceleratorSlot
+from nemo_rl.models.generation.decisions import Recording
 from nemo_rl.models.generation.vllm.engine_actors import (
     Rendezvous,
     engine_slots,
@@ -58,6 +59,15 @@ def test_options_within_an_argument_are_added_to_what_is_set_for_it() -> None:
     spec = engine_spec(policy, cuda=True, seed=0, sleeps=True, refits=True, cpu_slot_memory_gb=1.0, threads=1)
     passes = {"fuse_allreduce_rms": False, "fuse_norm_quant": True}
     assert spec.engine_kwargs["compilation_config"] == {"backend": "eager", "pass_config": passes}
+
+
+def test_engines_on_gpus_record_routes_themselves() -> None:
+    policy, routes = load_master_config(CONFIG).policy, Recording(layers=(0, 2), experts=4, per_token=2)
+    rest: dict[str, Any] = {"seed": 0, "sleeps": True, "refits": True, "cpu_slot_memory_gb": 1.0, "threads": 1}
+    for cuda, recording in [(True, routes), (False, routes), (True, Recording(masks=True)), (True, None)]:
+        spec = engine_spec(policy, cuda=cuda, recording=recording, **rest)
+        asked = spec.engine_kwargs.get("enable_return_routed_experts", False)
+        assert asked == (cuda and recording is routes)
 
 
 @pytest.mark.parametrize("engines", [1, 3])

@@ -49,7 +49,6 @@ from nemo_rl.models.generation.vllm.engine_processes import (
     set_environment,
     temporary_files_in,
 )
-from nemo_rl.models.generation.vllm.request_state import engine_arguments
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -256,8 +255,9 @@ def engine_spec(
         kwargs |= quantization_arguments(policy, cuda=cuda)
     if vllm.num_gpu_blocks_override is not None:
         kwargs["num_gpu_blocks_override"] = vllm.num_gpu_blocks_override
-    if recording is not None:
-        kwargs |= engine_arguments(recording, by_engine=cuda)
+    if recording is not None and recording.layers and cuda:
+        # vLLM records routes itself.
+        kwargs["enable_return_routed_experts"] = True
     executor = _executor(vllm, cuda=cuda)
     if executor is not None:
         kwargs["distributed_executor_backend"] = executor

@@ -148,11 +148,6 @@ Rpc = Callable[..., Awaitable[list[Any]]]
 _Ended = tuple[str, int, int, int]
 
 
-def engine_arguments(recording: Recording, *, by_engine: bool) -> dict[str, object]:
-    """Arguments of vLLM's engine that have it record routes itself."""
-    return {"enable_return_routed_experts": True} if recording.layers and by_engine else {}
-
-
 class DecisionReader:
     """Of one engine.
 
@@ -332,7 +327,7 @@ class ResumableRequest:
             logprobs=self._logprobs,
             spans=tuple(self._spans),
             finish_reason=reason,
-            routes=self._all_routes(),
+            routes=self._routes.since(self._request.record_from or 0, len(self._request.prompt_ids) + self.kept),
             masks=self._masks,
         )
 
@@ -343,19 +338,7 @@ class ResumableRequest:
 
     def as_it_is(self, shard: int) -> GenerationResult:
         """The kept tokens as a response that ended by its length."""
-        return GenerationResult(
-            self._request.request_id,
-            self._token_ids,
-            self._logprobs,
-            "length",
-            tuple(self._spans),
-            shard,
-            self._all_routes(),
-            self._masks,
-        )
-
-    def _all_routes(self) -> TokenRoutes | None:
-        return self._routes.since(self._request.record_from or 0, len(self._request.prompt_ids) + self.kept)
+        return self.finish(GenerationResult(self._request.request_id, [], [], "length", (), shard))
 
     def _append(self, piece: GenerationResult) -> None:
         start = self.kept
@@ -367,17 +350,8 @@ class ResumableRequest:
                 self._routes.correct(len(self._request.prompt_ids) + start - 1, piece.routes)
         if piece.masks is not None:
             self._masks = piece.masks if self._masks is None else self._masks.then(piece.masks)
-        for span in piece.spans:
-            moved = replace(span, start=span.start + start, end=span.end + start)
-            last = self._spans[-1] if self._spans else None
-            if last is not None and (last.version, last.mixed_kv, last.end) == (
-                moved.version,
-                moved.mixed_kv,
-                moved.start,
-            ):
-                self._spans[-1] = replace(last, end=moved.end)
-            else:
-                self._spans.append(moved)
+        moved = (replace(span, start=span.start + start, end=span.end + start) for span in piece.spans)
+        self._spans = _joined([*self._spans, *moved])
 
 
 def _further_seed(seed: int, kept: int) -> int:
@@ -483,8 +457,8 @@ class VersionTracker:
 def _joined(spans: list[VersionSpan]) -> list[VersionSpan]:
     joined: list[VersionSpan] = []
     for span in spans:
-        if joined and (joined[-1].version, joined[-1].mixed_kv) == (span.version, span.mixed_kv):
-            joined[-1] = VersionSpan(span.version, joined[-1].start, span.end, span.mixed_kv)
+        if joined and joined[-1] == replace(span, start=joined[-1].start, end=span.start):
+            joined[-1] = replace(span, start=joined[-1].start)
         else:
             joined.append(span)
     return joined
