@@ -36,7 +36,7 @@ from nemo_rl.distributed.ray_joining import (
     RayStartError,
     do_nothing,
     probe,
-    running_here,
+    running_cluster,
     without_errors_of_others,
 )
 from nemo_rl.distributed.ray_signals import RayWatch, first_processes, in_groups_of_their_own, keeping_sigterm
@@ -185,8 +185,7 @@ def _accelerator_of_cluster(device: str) -> Accelerator:
 
 def _joined(echo: bool, runtime_env: Mapping[str, object]) -> bool:
     """Joins a cluster where one is named or runs. Raises RayStartError: the named one does not answer."""
-    named = os.environ.get("RAY_ADDRESS")
-    address = running_here() if not named else None if named == LOCAL else named
+    named, address = os.environ.get("RAY_ADDRESS"), running_cluster()
     if address is None:
         return False
     if named:
@@ -222,9 +221,7 @@ def accelerator_here(device: str) -> Accelerator | None:
     """
     if ray.is_initialized():
         return _accelerator_of_cluster(device)
-    named = os.environ.get("RAY_ADDRESS")
-    joins = (named not in (None, "", LOCAL)) or (not named and running_here() is not None)
-    return None if joins else resolve_accelerator(device)
+    return resolve_accelerator(device) if running_cluster() is None else None
 
 
 def _start_local(**options: Any) -> None:

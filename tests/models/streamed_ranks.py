@@ -42,9 +42,9 @@ class Here:
         return self.run(method)
 
     def run_all_workers_sharded_data(
-        self, method: str, common_kwargs: dict[str, Any], data: Any, **_: Any
+        self, method: str, common_kwargs: dict[str, Any] | None = None, data: Any = None, **_: Any
     ) -> list[Any]:
-        return self.run(method, data=data[0], **common_kwargs)
+        return self.run(method, **({} if data is None else {"data": data[0]}), **(common_kwargs or {}))
 
     def get_all_worker_results(self, results: list[Any], timeout_s: float | None = None) -> list[Any]:
         return results

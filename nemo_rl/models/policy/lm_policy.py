@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -270,10 +271,7 @@ class Policy(PolicyWeights, PolicyInterface):
         options = {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
         with timed(timer, "policy_training/submit_training_futures"):
             future = self._call_sharded("train" + rows.suffix, shards, argument=rows.argument, **options)
-
-        def report(results: list[Any]) -> TrainResult:
-            return self._aggregate(results, training=not eval_mode)
-
+        report = partial(self._aggregate, training=not eval_mode)
         return PendingCall(self.worker_group, future, report, on_error=lambda: None)
 
     def _batch_sizes(self, samples: int, gbs: int | None, mbs: int | None) -> tuple[int, int]:
@@ -320,11 +318,10 @@ class Policy(PolicyWeights, PolicyInterface):
 
     def submit_finish_train_step(self) -> PendingCall[TrainResult]:
         """`finish_train_step` without waiting."""
-        future = self.worker_group.run_all_workers_single_data("finish_train_step")
-
-        def report(results: list[Any]) -> TrainResult:
-            return self._aggregate([result for rank, result in enumerate(results) if self._leads(rank)], training=True)
-
+        future = self.worker_group.run_all_workers_sharded_data(
+            "finish_train_step", replicate_on_axes=_AXES, output_is_replicated=_REPLICAS
+        )
+        report = partial(self._aggregate, training=True)
         return PendingCall(self.worker_group, future, report, on_error=self._abandon_step)
 
     def finish_train_step(self) -> TrainResult:
@@ -342,10 +339,6 @@ class Policy(PolicyWeights, PolicyInterface):
         in a collective with the one that failed until that collective's own deadline.
         """
         self.worker_group.run_all_workers_single_data("abort_train_step")
-
-    def _leads(self, rank: int) -> bool:
-        coordinates = self.sharding_annotations.get_worker_coords(rank)
-        return all(coordinates[axis] == 0 for axis in _REPLICAS)
 
     def _aggregate(self, results: Sequence[dict[str, Any]], *, training: bool) -> TrainResult:
         metrics: dict[str, list[float]] = {}
