@@ -53,6 +53,10 @@ class MultiLoraPolicy(Policy):
         self._turn = threading.RLock()
         self._stepped: dict[int, dict[str, torch.Tensor]] = {}  # factors since the last step, until they are asked for
 
+    def _in_turn(self, method: str, **kwargs: Any) -> list[Any]:
+        with self._turn:
+            return self.worker_group.run(method, **kwargs)
+
     # -- slots --------------------------------------------------------------------------------------------------------
 
     def fill_slot(
@@ -66,16 +70,8 @@ class MultiLoraPolicy(Policy):
         """Puts an adapter into an empty slot, at its start or from a checkpoint. Returns bytes that it takes on each
         rank. Raises WorkerError: the checkpoint is of another base, rank or optimizer.
         """
-        with self._turn:
-            found: list[int] = self.worker_group.run(
-                "fill_slot",
-                slot=slot,
-                policy=cfg,
-                weights_path=weights_path,
-                optimizer_path=optimizer_path,
-                steps_done=steps_done,
-            )
-        return found[0]
+        start = {"weights_path": weights_path, "optimizer_path": optimizer_path, "steps_done": steps_done}
+        return self._in_turn("fill_slot", slot=slot, policy=cfg, **start)[0]
 
     def clear_slot(self, slot: int) -> None:
         """Empties a slot."""
@@ -85,28 +81,22 @@ class MultiLoraPolicy(Policy):
 
     def free_bytes(self) -> int:
         """Device memory that is left for adapters, of the rank with least."""
-        with self._turn:
-            found: list[int] = self.worker_group.run("free_bytes")
-        return min(found)
+        return min(self._in_turn("free_bytes"))
 
     def slot_factors(self, slot: int) -> dict[str, torch.Tensor]:
         """A slot's factors in float32, by `<layer>.lora_A` and `<layer>.lora_B`."""
         stepped = self._stepped.pop(slot, None)
         if stepped is not None:
             return stepped
-        with self._turn:
-            found: list[dict[int, dict[str, torch.Tensor]]] = self.worker_group.run("slot_factors", slots=[slot])
-        return found[0][slot]
+        return self._in_turn("slot_factors", slots=[slot])[0][slot]
 
     def save_slot(self, slot: int, weights_path: str, optimizer_path: str | None) -> None:
         """Snapshots an adapter; its files are complete once `slot_written`."""
-        with self._turn:
-            self.worker_group.run("save_slot", slot=slot, weights_path=weights_path, optimizer_path=optimizer_path)
+        self._in_turn("save_slot", slot=slot, weights_path=weights_path, optimizer_path=optimizer_path)
 
     def slot_written(self, slot: int) -> bool:
         """Whether a slot's last snapshot is on disk. Raises WorkerError: it cannot be written."""
-        with self._turn:
-            return all(self.worker_group.run("slot_written", slot=slot))
+        return all(self._in_turn("slot_written", slot=slot))
 
     # -- passes -------------------------------------------------------------------------------------------------------
 

@@ -133,13 +133,12 @@ class MultiLoraWorker(PolicyWorker):
         """
         size = micro_batch_size or self.cfg.logprob_batch_size
         parts, idle = self._cut(data, size, replayed=RECORDED if policy else SAMPLING_MASK_FIELDS)
-        width = data["input_ids"].shape[1] if data.size else 0
         orders = [part[SLOT].argsort(stable=True) for part in parts]
         ordered = [part.select_indices(order) for part, order in zip(parts, orders, strict=True)]
 
         def rows(*, of_base: bool) -> torch.Tensor:
             scored = self.multi.logprobs_of_slots(ordered, reference=of_base, idle=idle)
-            return stacked_rows((part[order.argsort()] for part, order in zip(scored, orders, strict=True)), width)
+            return stacked_rows((part[order.argsort()] for part, order in zip(scored, orders, strict=True)), data)
 
         scores = {"logprobs": rows(of_base=False)} if policy else {}
         return BatchedDataDict(scores | ({"reference_logprobs": rows(of_base=True)} if reference else {}))

@@ -165,12 +165,11 @@ class PolicyWorker(TQWorkerMixin):
         parts, idle = self._cut(
             data, micro_batch_size or self.cfg.logprob_batch_size, replayed=RECORDED if policy else SAMPLING_MASK_FIELDS
         )
-        width = _width(data)
 
         def rows(parts: list[BatchedDataDict], *, filtered: bool) -> torch.Tensor:
             with explained(self.cfg, self.backend.device, "scoring", training=False):
                 scored = self.backend.logprobs(parts, filtered=filtered, idle=idle)
-            return stacked_rows(scored, width)
+            return stacked_rows(scored, data)
 
         scores: dict[str, torch.Tensor] = {"logprobs": rows(parts, filtered=True)} if policy else {}
         unrouted = [without_routes(part) for part in parts] if natural or reference else []
@@ -209,15 +208,11 @@ class PolicyWorker(TQWorkerMixin):
     def get_topk_logits(self, data: BatchedDataDict, k: int, micro_batch_size: int | None = None) -> BatchedDataDict:
         """`topk_logits` (as log-probabilities) and `topk_indices` of the k most likely tokens, [B, S, k]."""
         batches, idle = self._cut(data, micro_batch_size or self.cfg.logprob_batch_size, replayed=())
-        width = _width(data)
         with explained(self.cfg, self.backend.device, "scoring", training=False):
             parts = self.backend.topk_logits(batches, k, idle=idle)
-
-        def rows(which: int, dtype: torch.dtype) -> torch.Tensor:
-            padded = [torch.nn.functional.pad(part[which], (0, 0, 0, width - part[which].shape[1])) for part in parts]
-            return torch.cat([torch.zeros((0, width, k), dtype=dtype), *padded])
-
-        return BatchedDataDict({"topk_logits": rows(0, torch.float32), "topk_indices": rows(1, torch.int32)})
+        logits = stacked_rows((logprobs for logprobs, _ in parts), data, k)
+        indices = stacked_rows((ids for _, ids in parts), data, k, dtype=torch.int32)
+        return BatchedDataDict({"topk_logits": logits, "topk_indices": indices})
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -460,15 +455,15 @@ def prepare_process() -> None:
     keep_to_slot(device_of_process())
 
 
-def stacked_rows(parts: Iterable[torch.Tensor], width: int) -> torch.Tensor:
-    """[B, width] of the rows of microbatches, of which there may be none; zeros beyond a part's own width."""
-    padded = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
-    return torch.cat([torch.zeros((0, width)), *padded])
-
-
-def _width(data: BatchedDataDict) -> int:
-    """Width of a rank's rows, of which it may have none."""
-    return data["input_ids"].shape[1] if data.size else 0
+def stacked_rows(
+    parts: Iterable[torch.Tensor], data: BatchedDataDict, *further: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """[B, S, *further] of the microbatches of a rank's rows, of which it may have none; zeros beyond a part's own
+    width.
+    """
+    width = data["input_ids"].shape[1] if data.size else 0
+    padded = [torch.nn.functional.pad(part, (*[0, 0] * len(further), 0, width - part.shape[1])) for part in parts]
+    return torch.cat([torch.zeros((0, width, *further), dtype=dtype), *padded])
 
 
 WARM_UP_TOKENS = 2048
