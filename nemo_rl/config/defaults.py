@@ -8,6 +8,8 @@ value that was given, null included where null is allowed, is never changed; com
 from __future__ import annotations
 
 import functools
+import math
+import operator
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -41,10 +43,7 @@ def _add(*values: Number) -> Number:
 
 
 def _mul(*values: Number) -> Number:
-    product: Number = 1
-    for value in values:
-        product *= value
-    return product
+    return math.prod(values)
 
 
 def _div(left: Number, right: Number) -> Number:
@@ -53,15 +52,7 @@ def _div(left: Number, right: Number) -> Number:
     return left // right if whole else quotient
 
 
-def _max(*values: Number) -> Number:
-    return max(values)
-
-
-def _not(value: object) -> bool:
-    return not value
-
-
-_RESOLVERS: dict[str, Callable[..., Number]] = {"add": _add, "mul": _mul, "div": _div, "max": _max, "not": _not}
+_RESOLVERS: dict[str, Callable[..., Number]] = {"add": _add, "mul": _mul, "div": _div, "max": max, "not": operator.not_}
 
 
 def register_omegaconf_resolvers() -> None:

@@ -47,12 +47,6 @@ def _judges(config: _Config) -> set[str]:
     }
 
 
-def _flags_count(config: _Config) -> bool:
-    return isinstance(config, MasterConfig) and (
-        config.grpo.should_mask_flagged_samples or config.grpo.invalid_tool_call_strategy is not None
-    )
-
-
 def _predicts_by_sequences(config: _Config) -> bool:
     if not isinstance(config, MasterConfig) or config.loss_fn.token_level_loss:
         return False
@@ -62,10 +56,6 @@ def _predicts_by_sequences(config: _Config) -> bool:
 
 def _compares_groups(config: _Config) -> bool:
     return isinstance(config, MasterConfig) and not config.distils and config.grpo.num_generations_per_prompt > 1
-
-
-def _plays_turns(config: _Config) -> bool:
-    return isinstance(config, MasterConfig) and config.grpo.max_rollout_turns > 1
 
 
 def _ranks_its_last_step(config: _Config) -> bool:
@@ -81,7 +71,10 @@ DIFFERENCES = (
     DifferenceRow(
         "rewards of samples that the environment flags (`mask_sample`, `invalid_tool_call`) or whose prompt was cut",
         "rewards of flagged samples are in no baseline",
-        _flags_count,
+        lambda config: (
+            isinstance(config, MasterConfig)
+            and (config.grpo.should_mask_flagged_samples or config.grpo.invalid_tool_call_strategy is not None)
+        ),
     ),
     DifferenceRow(
         "the loss of multi-token prediction (`mtp_num_layers`) beside a sequence-level loss",
@@ -93,7 +86,7 @@ DIFFERENCES = (
         "the last observation of an episode that ended, where it is longer than the room in "
         "`max_total_sequence_length`",
         "a last observation that is cut does not make a sample truncated",
-        _plays_turns,
+        lambda config: isinstance(config, MasterConfig) and config.grpo.max_rollout_turns > 1,
     ),
     DifferenceRow(
         "`dapo_math_verify` and the choices",

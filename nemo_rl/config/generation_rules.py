@@ -11,6 +11,7 @@ from nemo_rl.config.errors import Problem
 from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.master import MasterConfig, RootConfig, SFTMasterConfig
 from nemo_rl.config.rules import caution, rule
+from nemo_rl.config.schema import shown
 from nemo_rl.config.section import not_built
 from nemo_rl.config.world_sizes import engine_fits, generation_slots_per_node, generation_world_size
 
@@ -35,7 +36,7 @@ def generation_has_its_own_accelerators(config: MasterConfig) -> Iterator[str]:
     if cluster.num_nodes == 1:
         if gpus is None or not 0 < gpus < cluster.gpus_per_node:
             yield (
-                f"{key}.gpus_per_node is {_shown(gpus)}; without colocation it must leave training one of "
+                f"{key}.gpus_per_node is {shown(gpus)}; without colocation it must leave training one of "
                 f"cluster.gpus_per_node={cluster.gpus_per_node}"
             )
         if nodes not in (None, 1):
@@ -43,7 +44,7 @@ def generation_has_its_own_accelerators(config: MasterConfig) -> Iterator[str]:
         return
     if nodes is None or not 0 < nodes < cluster.num_nodes:
         yield (
-            f"{key}.num_nodes is {_shown(nodes)}; without colocation it must leave training at least one "
+            f"{key}.num_nodes is {shown(nodes)}; without colocation it must leave training at least one "
             f"of cluster.num_nodes={cluster.num_nodes}"
         )
     if gpus not in (None, cluster.gpus_per_node):
@@ -177,15 +178,8 @@ _ROUTES, _MASKS = "policy.router_replay.enabled", "policy.sampling_mask_replay"
 @rule
 def decisions_of_generation_can_be_replayed(config: RootConfig) -> Iterator[Problem]:
     generation = config.policy.generation
-    replayed = [
-        key
-        for key, asked in (
-            (_ROUTES, config.policy.router_replay.enabled),
-            (_MASKS, config.policy.sampling_mask_replay),
-        )
-        if asked
-    ]
-    for key in replayed:
+    asked = {_ROUTES: config.policy.router_replay.enabled, _MASKS: config.policy.sampling_mask_replay}
+    for key in (key for key, on in asked.items() if on):
         if isinstance(config, SFTMasterConfig):
             yield f"{key} is true, but supervised finetuning generates nothing that could be replayed; set it to false"
         elif generation.vllm_cfg.pipeline_parallel_size > 1:
@@ -214,18 +208,12 @@ def sampling_masks_hold_something(config: MasterConfig) -> Iterator[Problem]:
 @rule
 def validation_samples_may_differ(config: MasterConfig) -> Iterator[str]:
     drawn, generation = config.grpo.val_num_generations_per_prompt, config.policy.generation
-    greedy = [
-        f"policy.generation.{name} is {value}"
-        for name, value, is_greedy in (
-            ("val_temperature", f"{generation.val_temperature:g}", generation.val_temperature == 0),
-            ("val_top_k", generation.val_top_k, generation.val_top_k == 1),
-        )
-        if is_greedy
-    ]
+    greedy = [name for name, value in (("val_temperature", 0), ("val_top_k", 1)) if generation[name] == value]
     if drawn > 1 and greedy:
         yield (
-            f"grpo.val_num_generations_per_prompt is {drawn}, but {greedy[0]}: all samples of a validation prompt "
-            "would be the same greedy one; draw one, or sample"
+            f"grpo.val_num_generations_per_prompt is {drawn}, but policy.generation.{greedy[0]} is "
+            f"{generation[greedy[0]]:g}: all samples of a validation prompt would be the same greedy one; draw one, or "
+            "sample"
         )
 
 
@@ -238,10 +226,6 @@ def responses_fit_into_engines(config: MasterConfig) -> Iterator[str]:
             f"policy.generation.vllm_cfg.max_model_len {generation.vllm_cfg.max_model_len}, the longest sequence of an "
             "engine, prompt included; lower one or raise the other"
         )
-
-
-def _shown(value: int | None) -> str:
-    return "null" if value is None else str(value)
 
 
 @caution
@@ -271,11 +255,6 @@ def the_endpoint_can_be_reached(config: MasterConfig) -> Iterator[str]:
         yield (
             f"{key}.http_server.host is {server.host}, which other machines reach; name an environment variable that "
             f"holds a token in {key}.http_server.token_variable"
-        )
-    if generation.port_range_low > generation.port_range_high:
-        yield (
-            f"policy.generation.port_range_low is {generation.port_range_low}, above port_range_high "
-            f"{generation.port_range_high}"
         )
     if config.grpo.rollout_replay is not None:
         yield f"{key}.expose_http_server needs engines; leave grpo.rollout_replay out"

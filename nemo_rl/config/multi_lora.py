@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_rl.config.dotted import at
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.config.layers import merge, merge_mappings, read_layers
 from nemo_rl.config.load import load_layers
@@ -85,7 +86,7 @@ def load_adapter(base: Mapping[str, object], path: str | Path) -> AdapterConfig:
     if problems:
         raise ConfigError(problems, str(path))
     directories = {
-        section: {key: str(Path(_text(base, section, key, default)) / name)}
+        section: {key: str(Path(str(at(base, (section, key), default))) / name)}
         for section, key, default in (
             ("checkpointing", "checkpoint_dir", "results/multi_lora"),
             ("logger", "log_dir", "logs/multi_lora"),
@@ -93,11 +94,6 @@ def load_adapter(base: Mapping[str, object], path: str | Path) -> AdapterConfig:
     }
     values = merge_mappings(merge_mappings(base, directories), own)
     return AdapterConfig(name, validate(values, MultiLoraMasterConfig, str(path)), str(path))
-
-
-def _text(values: Mapping[str, object], section: str, key: str, default: str) -> str:
-    inside = values.get(section)
-    return str(inside.get(key, default)) if isinstance(inside, Mapping) else default
 
 
 def _keys_of_base(values: Mapping[str, object], above: str = "") -> Iterator[str]:

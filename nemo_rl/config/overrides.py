@@ -97,12 +97,13 @@ def apply(values: Mapping[str, object], override: Override, schema: type[Section
     changed = copy.deepcopy(dict(values))
     action, key, value, dotted = override.action, override.key, override.value, ".".join(override.key)
     found = at(changed, key)
+    # NeMo-RL's evaluator adds any key; a name that its tree does not have is refused by the schema.
+    adds = action is Action.SET and schema is not None and issubclass(schema, EvalMasterConfig)
+    settable = adds or (schema is not None and is_known(schema, key))
     problem = ""
     if action is Action.ADD and found not in (ABSENT, None) and not isinstance(value, (dict, list)):
         problem = f"{dotted} is there already; write {dotted}=... to change it"
-    elif (
-        action in (Action.SET, Action.DELETE) and found is ABSENT and not (schema and _may_be_set(schema, key, action))
-    ):
+    elif action in (Action.SET, Action.DELETE) and found is ABSENT and not settable:
         problem = f"there is no key {dotted}.{_hint(changed, override, schema)}"
     elif action is Action.DELETE and value is not None and found not in (ABSENT, value):
         problem = f"{dotted} is {found!r}"
@@ -121,13 +122,6 @@ def apply(values: Mapping[str, object], override: Override, schema: type[Section
     if problem:
         raise OverridesError([f"{override.text!r}: {problem}"])
     return changed
-
-
-def _may_be_set(schema: type[Section], key: Key, action: Action) -> bool:
-    """Whether a key that no file writes may be set. NeMo-RL's evaluator adds any; a name that its tree does not have is
-    refused by the schema.
-    """
-    return is_known(schema, key) or (action is Action.SET and issubclass(schema, EvalMasterConfig))
 
 
 def parse_hydra_overrides(config: DictConfig | Mapping[str, object], overrides: Sequence[str]) -> DictConfig:

@@ -291,21 +291,13 @@ def step_divides_into_optimizer_steps(config: MasterConfig) -> Iterator[str]:
 @caution
 def sequences_fit(config: RootConfig) -> Iterator[str]:
     policy = config.policy
-    longest = (
-        -(-policy.max_total_sequence_length // policy.make_sequence_length_divisible_by)
-        * policy.make_sequence_length_divisible_by
-    )
-    for name, batching in (
-        ("sequence_packing", policy.sequence_packing),
-        ("dynamic_batching", policy.dynamic_batching),
-    ):
-        for key, tokens in (
-            ("train_mb_tokens", batching.train_mb_tokens),
-            ("logprob_mb_tokens", batching.logprob_mb_tokens),
-        ):
-            if batching.enabled and tokens < longest:
+    multiple = policy.make_sequence_length_divisible_by
+    longest = -(-policy.max_total_sequence_length // multiple) * multiple
+    for name in ("sequence_packing", "dynamic_batching"):
+        for key in ("train_mb_tokens", "logprob_mb_tokens"):
+            if policy[name].enabled and policy[name][key] < longest:
                 yield (
-                    f"policy.{name}.{key} is {tokens}, below policy.max_total_sequence_length "
+                    f"policy.{name}.{key} is {policy[name][key]}, below policy.max_total_sequence_length "
                     f"{policy.max_total_sequence_length}: a step with a longer sequence fails"
                 )
 

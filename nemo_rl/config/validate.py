@@ -171,12 +171,8 @@ def _without_echoes(
     """The errors about keys that were given; a default that follows a wrong value is wrong too, and not worth a second
     line.
     """
-    original = [error for error in errors if error["type"] == "missing" or _is_given(given, key_of(error, filled))]
-    return original or errors
-
-
-def _is_given(given: object, key: Key) -> bool:
-    return at(given, key) is not ABSENT
+    original = (e for e in errors if e["type"] == "missing" or at(given, key_of(e, filled)) is not ABSENT)
+    return list(original) or errors
 
 
 def _parsed(filled: Mapping[str, object], kind: type[Config]) -> tuple[Config | None, list[ErrorDetails]]:
