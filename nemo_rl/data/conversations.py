@@ -52,10 +52,6 @@ class Written(str):
     __slots__ = ()
 
 
-def _no_number(_: str) -> None:
-    """NaN and Infinity of JSON: no value."""
-
-
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     made = dict(pairs)
     if len(made) < len(pairs):
@@ -64,8 +60,9 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return made
 
 
+# NaN and Infinity are no values.
 _DECODER = json.JSONDecoder(
-    object_pairs_hook=_object, parse_int=Written, parse_float=Written, parse_constant=_no_number
+    object_pairs_hook=_object, parse_int=Written, parse_float=Written, parse_constant=lambda _: None
 )
 
 
@@ -220,11 +217,9 @@ def is_conversation(value: object) -> bool:
             value = decode_json(value)
         except ValueError:
             return False
-    return isinstance(value, (list, tuple)) and bool(value) and all(_is_message(part) for part in value)
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, Mapping) and ("role" in value or "from" in value)
+    if not isinstance(value, (list, tuple)) or not value:
+        return False
+    return all(isinstance(part, Mapping) and ("role" in part or "from" in part) for part in value)
 
 
 def as_messages(value: object, what: str) -> list[Message]:

@@ -9,13 +9,12 @@ the same order; no held-out problem is a training problem, not even with its ope
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import operator
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import Field, ValidationError
 from typing_extensions import override
@@ -26,6 +25,9 @@ from nemo_rl.data.conversations import Message
 from nemo_rl.data.datasets.raw import RawDataset, conversation
 from nemo_rl.data.interfaces import DataError, Row
 from nemo_rl.data.processors import get_processor
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 SPLITS = ("train", "validation")
 _PROCESSOR_OF_MATH = "math_hf_data_processor"
@@ -169,17 +171,18 @@ def arithmetic_problems(
     return tuple(train), tuple(kept)
 
 
-class _Slips:
-    """Answers as a careless hand writes them: some with one more digit. A model that learns from them knows more than
-    it shows.
+def _with_slips(problems: Iterable[tuple[str, str]], config: DatasetConfig, task_name: str, split: str) -> Dataset:
+    """Rows of questions and answers. Those to train on are as a careless hand writes them: a fraction `slips` has one
+    more digit, so that a model that learns from them knows more than it shows.
     """
+    from datasets import Dataset
 
-    def __init__(self, fraction: float, seed: int) -> None:
-        self._fraction = fraction
-        self._random = random.Random(f"slips {seed}")
-
-    def written(self, answer: str) -> str:
-        return f"{answer}{self._random.randrange(10)}" if self._random.random() < self._fraction else answer
+    slips, draw = config.slips if split == "train" else 0.0, random.Random(f"slips {config.seed}")
+    messages = [
+        conversation(question, f"{answer}{draw.randrange(10)}" if draw.random() < slips else answer)
+        for question, answer in problems
+    ]
+    return Dataset.from_dict({"messages": messages, "task_name": [task_name] * len(messages)})
 
 
 class ArithmeticDataset(RawDataset):
@@ -189,23 +192,15 @@ class ArithmeticDataset(RawDataset):
     """
 
     def __init__(self, config: DatasetConfig, task_name: str, key: str = "data.train") -> None:
-        from datasets import Dataset
-
         split = split_of(config, key)
         train, held_out = arithmetic_problems(
             config.num_problems, config.held_out, config.max_operand, tuple(config.operators), config.seed
         )
         problems = train if split == "train" else held_out
-        slips = _Slips(config.slips if split == "train" else 0.0, config.seed)
         if not problems:
             raise DataError(f"arithmetic: split {split} is empty; held_out is {config.held_out}")
         self.task_name = task_name
-        self.dataset = Dataset.from_dict(
-            {
-                "messages": [conversation(problem.question, slips.written(problem.answer)) for problem in problems],
-                "task_name": [task_name] * len(problems),
-            }
-        )
+        self.dataset = _with_slips(((each.question, each.answer) for each in problems), config, task_name, split)
 
 
 class DigitsConfig(Section):
@@ -226,26 +221,16 @@ class DigitsDataset(RawDataset):
     """
 
     def __init__(self, config: DatasetConfig, task_name: str, key: str = "data.train") -> None:
-        from datasets import Dataset
-
         if config.task not in _DIGIT_TASKS:
             raise DataError(f"{key}.task: digits has no task {config.task!r}; it has {', '.join(_DIGIT_TASKS)}")
         word, solve = _DIGIT_TASKS[config.task]
         count, draw = checked_settings(DigitsConfig, config, key).digits, random.Random(config.seed)
-        drawn = ("".join(draw.choices("123456789", k=count)) for _ in itertools.repeat(None, _most_draws(config)))
-        problems = distinct_split(((digits, digits) for digits in drawn), config, key)
-        slips = _Slips(config.slips if split_of(config, key) == "train" else 0.0, config.seed)
+        draws = _DRAWS_PER_PROBLEM * (config.held_out + config.num_problems)
+        drawn = ("".join(draw.choices("123456789", k=count)) for _ in range(draws))
+        texts = distinct_split(((digits, digits) for digits in drawn), config, key)
+        problems = ((f"{word}{text}=", solve(text)) for text in texts)
         self.task_name = task_name
-        self.dataset = Dataset.from_dict(
-            {
-                "messages": [conversation(f"{word}{text}=", slips.written(solve(text))) for text in problems],
-                "task_name": [task_name] * len(problems),
-            }
-        )
-
-
-def _most_draws(config: DatasetConfig) -> int:
-    return _DRAWS_PER_PROBLEM * (config.held_out + config.num_problems)
+        self.dataset = _with_slips(problems, config, task_name, split_of(config, key))
 
 
 @dataclass(frozen=True)
