@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import urllib.request
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from numbers import Real
@@ -25,7 +25,7 @@ from nemo_rl.config.errors import ConfigError
 from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.environments.interfaces import AgentSession, EnvironmentInterface, EnvironmentReturn, expected_of
 from nemo_rl.environments.other_interpreter import AgentError, OtherInterpreter
-from nemo_rl.environments.other_python.agent_process import overflow_of
+from nemo_rl.environments.other_python.agent_process import overflow_of, played
 
 _PARAMETERS = ("task", "base_url", "session")
 _FORM = "write it as def agent(task, base_url, session) -> float, or as a class with such a method run"
@@ -94,7 +94,6 @@ class AgentEnvironment(EnvironmentInterface[object]):
             self._agent = self._elsewhere.run
         else:
             self._agent = agent_of(self._path, key, arguments)
-        self._awaits = inspect.iscoroutinefunction(self._agent)
         self._threads = ThreadPoolExecutor(calls, thread_name_prefix="agent")
 
     @override
@@ -134,18 +133,12 @@ class AgentEnvironment(EnvironmentInterface[object]):
         # A call that is made again after this actor died begins with an empty session.
         await asyncio.to_thread(_restart, session)
         try:
-            return _numbers(await self._run(task, session), self._path), None
+            result = await played(self._agent, self._threads, task, session.base_url, session)
+            return _numbers(result, self._path), None
         # SystemExit: a script's exit() would otherwise end this actor, and leave no reason.
         except (Exception, SystemExit) as error:  # noqa: BLE001 - who opened the session knows whether it ran out of room
             overflow = error.overflow if isinstance(error, AgentError) else overflow_of(error)
             return {}, {FAILED: f"{self._path} raised {error!r:.2000}", OVERFLOW: overflow}
-
-    async def _run(self, task: dict[str, object], session: AgentSession) -> object:
-        if self._awaits:
-            return await self._agent(task, session.base_url, session)
-        loop = asyncio.get_running_loop()
-        result = await loop.run_in_executor(self._threads, self._agent, task, session.base_url, session)
-        return await result if isinstance(result, Awaitable) else result
 
 
 def _restart(session: AgentSession) -> None:

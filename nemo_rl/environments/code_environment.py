@@ -247,7 +247,6 @@ class CodeJaccardEnvironment(EnvironmentInterface[dict[str, object]]):
     def step(
         self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, object]]
     ) -> EnvironmentReturn[dict[str, object]]:
-        """Compares B responses with their references."""
         answers = [response_of(log) for log in message_log_batch]
         rewards = [jaccard(answer, str(item["ground_truth"])) for answer, item in zip(answers, metadata, strict=True)]
         return EnvironmentReturn(

@@ -103,7 +103,6 @@ class FunctionEnvironment(EnvironmentInterface[object]):
     def step(
         self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[object]
     ) -> EnvironmentReturn[object]:
-        """Rewards B responses."""
         responses = [response_of(log) for log in message_log_batch]
         calls = [
             {**(known if isinstance(known, Mapping) else {}), **self._arguments}

@@ -251,7 +251,6 @@ class MathEnvironment(EnvironmentInterface[dict[str, object]]):
 
     @override
     def shutdown(self) -> None:
-        """Ends the verifier processes."""
         self._pool.shutdown()
 
     def _verify(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
@@ -280,7 +279,6 @@ class MathMultiRewardEnvironment(EnvironmentInterface[dict[str, object]]):
     def step(
         self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, object]]
     ) -> EnvironmentReturn[dict[str, object]]:
-        """Compares B responses."""
         responses = [response_of(log) for log in message_log_batch]
         answers = [answer_in(response) for response in responses]
         verdicts = [
@@ -300,21 +298,18 @@ def answer_in(response: str) -> str:
     return response.rpartition("<answer>")[2].partition("</answer>")[0].strip()
 
 
-def _judged(metadata: Sequence[dict[str, object]], verdicts: Sequence[Verdict]) -> list[dict[str, object]]:
-    return [judged(item, in_time=not verdict.given_up) for item, verdict in zip(metadata, verdicts, strict=True)]
-
-
 def _finished(
     verdicts: Sequence[Verdict],
     metadata: Sequence[dict[str, object]],
     rewards: torch.Tensor | dict[str, torch.Tensor],
     stop_strings: list[str] | None,
+    said: Sequence[str] | None = None,
 ) -> EnvironmentReturn[dict[str, object]]:
     size = len(verdicts)
-    said = ["Environment: correct" if verdict.reward == 1.0 else "Environment: incorrect" for verdict in verdicts]
+    said = said or ["correct" if verdict.reward == 1.0 else "incorrect" for verdict in verdicts]
     return EnvironmentReturn(
-        observations=[{"role": "environment", "content": text} for text in said],
-        metadata=_judged(metadata, verdicts),
+        observations=[{"role": "environment", "content": f"Environment: {text}"} for text in said],
+        metadata=[judged(item, in_time=not one.given_up) for item, one in zip(metadata, verdicts, strict=True)],
         next_stop_strings=[stop_strings] * size,
         rewards=rewards,
         terminateds=torch.ones(size, dtype=torch.bool),
@@ -351,7 +346,6 @@ class ReasoningGymEnvironment(EnvironmentInterface[dict[str, object]]):
     def step(
         self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, object]]
     ) -> EnvironmentReturn[dict[str, object]]:
-        """Verifies B responses."""
         tag = {"tag": self.cfg.answer_tag}
         verdicts = self._pool.verify(
             [
@@ -362,16 +356,8 @@ class ReasoningGymEnvironment(EnvironmentInterface[dict[str, object]]):
                 for log, item in zip(message_log_batch, metadata, strict=True)
             ]
         )
-        return EnvironmentReturn(
-            observations=[
-                {"role": "environment", "content": f"Environment: score {verdict.reward:g}"} for verdict in verdicts
-            ],
-            metadata=_judged(metadata, verdicts),
-            next_stop_strings=None,
-            rewards=torch.tensor([verdict.reward for verdict in verdicts]),
-            terminateds=torch.ones(len(verdicts), dtype=torch.bool),
-            answers=[verdict.answer for verdict in verdicts],
-        )
+        said = [f"score {verdict.reward:g}" for verdict in verdicts]
+        return _finished(verdicts, metadata, torch.tensor([verdict.reward for verdict in verdicts]), None, said)
 
     @override
     def global_post_process_and_metrics(self, batch: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float]]:
@@ -380,5 +366,4 @@ class ReasoningGymEnvironment(EnvironmentInterface[dict[str, object]]):
 
     @override
     def shutdown(self) -> None:
-        """Ends the verifier processes."""
         self._pool.shutdown()

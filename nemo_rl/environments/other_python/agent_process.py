@@ -48,19 +48,21 @@ class Player:
 
     async def _play(self, number: int, task: object, base_url: str, session: Mapping[str, object]) -> None:
         try:
-            reply = {"id": number, "result": await self._run(task, base_url, SimpleNamespace(**session))}
+            result = await played(self._agent, self._threads, task, base_url, SimpleNamespace(**session))
+            reply = {"id": number, "result": result}
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the run decides what it means
             reply = {"id": number, "error": repr(error), "overflow": overflow_of(error)}
         finally:
             self._playing.pop(number, None)
         write(self._replies, reply)
 
-    async def _run(self, task: object, base_url: str, session: object) -> object:
-        if inspect.iscoroutinefunction(self._agent):
-            return await self._agent(task, base_url, session)
-        loop = asyncio.get_running_loop()
-        result = await loop.run_in_executor(self._threads, self._agent, task, base_url, session)
-        return await result if inspect.isawaitable(result) else result
+
+async def played(agent: Callable[..., Any], threads: ThreadPoolExecutor, *given: object) -> object:
+    """What an agent returns for `task, base_url, session`; one that is no coroutine plays on a thread."""
+    if inspect.iscoroutinefunction(agent):
+        return await agent(*given)
+    result = await asyncio.get_running_loop().run_in_executor(threads, agent, *given)
+    return await result if inspect.isawaitable(result) else result
 
 
 # How the endpoint says that a prompt leaves no room.

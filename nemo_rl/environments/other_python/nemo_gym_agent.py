@@ -75,7 +75,8 @@ class NemoGym:
             if "return_token_id_information" in of
         }
         self._given["policy_model"] = _merged(self._given.get("policy_model") or {}, {"responses_api_models": ids})
-        self.agents = [name for name, section in known.items() if _is_agent(section)]
+        sections = ((name, section) for name, section in known.items() if isinstance(section, Mapping))
+        self.agents = [name for name, section in sections if section.get("responses_api_agents")]
         if not self.agents:
             raise ValueError(f"config_paths={config_paths}: none has an agent (responses_api_agents)")
         self._start_timeout_s = start_timeout_s
@@ -137,10 +138,6 @@ class _GymError(RuntimeError):
     def __init__(self, said: str, status: int) -> None:
         super().__init__(said)
         self.status = status
-
-
-def _is_agent(section: object) -> bool:
-    return isinstance(section, Mapping) and bool(section.get("responses_api_agents"))
 
 
 def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
