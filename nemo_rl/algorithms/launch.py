@@ -51,6 +51,7 @@ from nemo_rl.utils import hub
 from nemo_rl.utils.progress import StartPhases
 
 if TYPE_CHECKING:
+    from nemo_rl.algorithms.evaluation import Score
     from nemo_rl.algorithms.training_loop import TrainingRun
     from nemo_rl.utils.run_page import RunPage
 
@@ -200,7 +201,7 @@ def _run_to_end(
     page: RunPage | None,
 ) -> int:
     from nemo_rl.algorithms.resume import NothingToDo
-    from nemo_rl.utils.report import LiveReport
+    from nemo_rl.utils.report import LiveReport, log_report
 
     run: Run | None = None
     code, errors = EXIT_FAILED, _ErrorPrinter()
@@ -219,7 +220,7 @@ def _run_to_end(
                 drive(run)
                 # A signal in the middle of an import of what draws reports would leave half of it.
                 interrupts.ending()
-            _show_trackers(run)
+            log_report(run.logger)
             code = EXIT_INTERRUPTED if interrupts.save_asked else EXIT_OK
         except NothingToDo as nothing:
             errors.print_once(nothing)
@@ -265,12 +266,6 @@ class _ErrorPrinter:
         self._printed.append(error)
         sys.stderr.write(f"{line}\n")
         return True
-
-
-def _show_trackers(run: TrainingRun[Any]) -> None:
-    from nemo_rl.utils.report import log_report
-
-    log_report(run.logger)
 
 
 def _monitor(config: RootConfig, run: TrainingRun[Any]) -> AbstractContextManager[object]:
@@ -466,7 +461,6 @@ _OWN_VALUES = {
 
 
 def _ray_ahead(cluster: ClusterConfig) -> AbstractContextManager[None]:
-    """Starts Ray beside the imports."""
     from nemo_rl.distributed.ray_runtime import starting_ahead
 
     return starting_ahead(device=cluster.device, cpu_slots=cluster.cpu_slots)
@@ -514,14 +508,12 @@ def evaluate_to_end(config: EvalMasterConfig) -> int:
     return EXIT_OK
 
 
-def _show(config: EvalMasterConfig, score: object) -> None:
+def _show(config: EvalMasterConfig, score: Score) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from nemo_rl.algorithms.evaluation import Score, lines_of
+    from nemo_rl.algorithms.evaluation import lines_of
 
-    if not isinstance(score, Score):
-        return
     for line in lines_of(config, score):
         sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

@@ -52,10 +52,8 @@ class StepProfiler:
             return
         self._switch(False, None)
         if not self._began:
-            logger.warning("profile=nothing reason=no_step_in_range %s=%s:%s", STEPS, *self._range())
-
-    def _range(self) -> tuple[int, int]:
-        return (0, 0) if self._profile is None else (self._profile.first, self._profile.end)
+            first, end = self._profile.first, self._profile.end
+            logger.warning("profile=nothing reason=no_step_in_range %s=%s:%s", STEPS, first, end)
 
     def _switch(self, on: bool, step: int | None) -> None:
         if on == self._on:

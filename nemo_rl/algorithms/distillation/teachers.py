@@ -264,7 +264,7 @@ def check_teachers(config: MasterConfig, student: PretrainedConfig) -> None:
     teachers = teachers_of(config)
     if not teachers:
         return
-    vocabulary = _vocabulary(get_tokenizer(config.policy.tokenizer, trust_remote_code=config.policy.trust_remote_code))
+    own = get_tokenizer(config.policy.tokenizer, trust_remote_code=config.policy.trust_remote_code).get_vocab()
     problems: list[str] = []
     for teacher in teachers:
         try:
@@ -282,7 +282,7 @@ def check_teachers(config: MasterConfig, student: PretrainedConfig) -> None:
         problems += [
             f"{teacher.key}: {teacher.policy.model_name} {difference}; a teacher and its student need the same "
             "vocabulary (distillation across tokenizers is not built)"
-            for difference in _differences(config, vocabulary, _vocabulary(tokenizer), student, model)
+            for difference in _differences(config, own, tokenizer.get_vocab(), student, model)
         ]
     if config.loss_fn.compares_with_teacher and not problems:
         k, size = config.grpo.topk_logits_k, int(student.vocab_size)
@@ -299,10 +299,6 @@ def _too_short(teacher: Teacher, model: PretrainedConfig) -> Iterator[str]:
             f"{teacher.key}: {teacher.policy.model_name} has {longest} positions, and engines need one more than "
             f"the longest sample has tokens; lower policy.max_total_sequence_length to {longest - 1}"
         )
-
-
-def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int]:
-    return tokenizer.get_vocab()
 
 
 def _differences(

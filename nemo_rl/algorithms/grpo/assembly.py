@@ -54,7 +54,7 @@ from nemo_rl.algorithms.startup import (
 from nemo_rl.config import ClippedPGLossConfig, ConfigError, DistillationLossConfig, MasterConfig
 from nemo_rl.config.data_rules import environments_in_use
 from nemo_rl.config.dotted import import_dotted
-from nemo_rl.data.loader import CustomLoader, Loader, MultipleLoaders, make_loader, rl_collate_fn
+from nemo_rl.data.loader import Loader, MultipleLoaders, make_loader, rl_collate_fn
 from nemo_rl.data.setup import TaskDatasets
 from nemo_rl.data_plane.factory import check_data_plane
 from nemo_rl.distributed.accelerator_slots import Accelerator
@@ -480,7 +480,9 @@ def make_loaders(config: MasterConfig, datasets: TaskDatasets) -> Loaders[Loader
             task: make(dataset, each, shuffle=data.shuffle, drop_last=True, name=f"data.train ({task})")
             for task, dataset in datasets.train_by_task.items()
         }
-        train: Loader = MultipleLoaders(by_task, max(1, size // each), _custom_loader(config))
+        path = data.custom_dataloader
+        mixed_by = None if path is None else import_dotted(path, "data.custom_dataloader")
+        train: Loader = MultipleLoaders(by_task, max(1, size // each), mixed_by)
     else:
         train = make(datasets.train, size, shuffle=data.shuffle, drop_last=True, name="data.train")
     if datasets.validation is None:
@@ -488,11 +490,6 @@ def make_loaders(config: MasterConfig, datasets: TaskDatasets) -> Loaders[Loader
     size = validation_batch_size(grpo, len(datasets.validation))
     validation = make(datasets.validation, size, shuffle=False, drop_last=False, name="data.validation")
     return Loaders(train, validation, size * batches_to_run(grpo, len(validation)))
-
-
-def _custom_loader(config: MasterConfig) -> CustomLoader | None:
-    path = config.data.custom_dataloader
-    return None if path is None else import_dotted(path, "data.custom_dataloader")
 
 
 def make_store(

@@ -70,15 +70,10 @@ class AheadSource:
         self.collector.draw_ahead()
 
     def trained(self) -> Mapping[str, float]:
-        """Moves the loader's position past the trained step."""
-        metrics = self._metrics()
+        """Moves the loader's position past the trained step; returns metrics of that step."""
         position, state = self.collector.finish_step(), self._run.state
         if position.epoch != state.epoch:
             state.epoch, state.step_in_epoch = position.epoch, 0
-        return metrics
-
-    def _metrics(self) -> Mapping[str, float]:
-        """Metrics of the step that is still open."""
         return {}
 
     def finished(self) -> bool:
@@ -231,7 +226,6 @@ def _saved_rollouts(config: MasterConfig, checkpoint: Path) -> dict[str, Any] | 
 
 
 def _saved_batches(saved: Mapping[str, Any]) -> list[SavedBatch]:
-    """The drawn batches of a checkpoint."""
     return [SavedBatch(batch, rows, tuple((r, a, n) for r, a, n in left)) for batch, rows, left in saved["batches"]]
 
 

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Generator, Mapping, Sequence
 
 import torch
+from typing_extensions import override
 
 from nemo_rl.algorithms.accelerators import ReportProgress
 from nemo_rl.algorithms.grpo.async_source import (
@@ -114,8 +115,11 @@ class StreamingSource(AheadSource):
                 return ()
 
     def _scored(self, groups: Sequence[BufferedGroup]) -> Experience:
-        cfg = self._run.config.grpo
-        experience = self._experience(groups)
+        cfg, numbers = self._run.config.grpo, self.collector.numbers()
+        for group in groups:
+            group.rows["prompt_number"] = torch.full_like(group.rows["prompt_number"], numbers[group.key])
+        experience = joined_groups(self._run.store, groups)
+        experience.group_names = {numbers[group.key]: group_name(group.key) for group in groups}
         score_rewards(experience.rows, cfg)
         experience.metrics |= filter_rows(experience.rows, cfg)
         apply_staleness_policy(experience, self._run.store, cfg.async_grpo.mixed_versions, self._run.state.step)
@@ -134,26 +138,21 @@ class StreamingSource(AheadSource):
         tokens = sum(float(group.rows["total_lengths"].sum()) for group in groups)
         return tokens >= packing.train_mb_tokens * data_parallel_size(self._run.config)
 
-    def _experience(self, groups: Sequence[BufferedGroup]) -> Experience:
-        numbers = self.collector.numbers()
-        for group in groups:
-            group.rows["prompt_number"] = torch.full_like(group.rows["prompt_number"], numbers[group.key])
-        experience = joined_groups(self._run.store, groups)
-        experience.group_names = {numbers[group.key]: group_name(group.key) for group in groups}
-        return experience
-
-    def _metrics(self) -> Mapping[str, float]:
-        """The number of parts, and the prompts dropped, replaced and evicted since the last step."""
+    @override
+    def trained(self) -> Mapping[str, float]:
+        """Also returns the number of parts, and the prompts dropped, replaced and evicted since the last step."""
         step, collector = self.collector.queue.step, self.collector
         evicted, collector.evicted = collector.evicted, 0
         lag_s, collector.tasks.loop_lag_s = collector.tasks.loop_lag_s, 0.0
-        return {
+        metrics = {
             "streaming/parts": float(self._parts),
             "dropped_prompt_groups": float(len(step.dropped)),
             "replaced_prompt_groups": float(len(step.replaced)),
             "evicted_stale_prompt_groups": float(evicted),
             "streaming/dispatch_loop_lag_s": lag_s,
         }
+        super().trained()
+        return metrics
 
 
 def _build_collector(run: GRPORun, cfg: AsyncRLConfig) -> Collector:

@@ -198,13 +198,13 @@ class AdapterPolicy:
         if not isinstance(rows, BatchedDataDict):
             raise TypeError("an adapter's policy takes batches of this process")
         answer: Future[object] = Future()
-        self._passes.put(self._name, _Work(self._slot, rows, answer, **wanted), (kind, self._transform, _columns(rows)))
+        self._passes.put(self._name, _Work(self._slot, rows, answer, **wanted), (kind, self._transform, *sorted(rows)))
         return answer
 
     def _score(self, rows: BatchHandle, *, policy: bool, reference: bool) -> Scores:
         kind = f"scores {policy} {reference}"
         if isinstance(rows, BatchedDataDict):
-            rows = _only(rows, "input_ids", "input_lengths", *tags_of(rows))
+            rows = BatchedDataDict({name: rows[name] for name in ("input_ids", "input_lengths", *tags_of(rows))})
         return self._ask(rows, kind, policy=policy, reference=reference).result()
 
     def get_logprobs(self, data: BatchHandle, timer: Timer | None = None) -> Scores:
@@ -256,11 +256,3 @@ class AdapterPolicy:
     def shutdown(self) -> bool:
         """Does nothing: the job ends the policy."""
         return True
-
-
-def _only(rows: BatchedDataDict, *names: str) -> BatchedDataDict:
-    return BatchedDataDict({name: rows[name] for name in names})
-
-
-def _columns(rows: BatchedDataDict) -> tuple[str, ...]:
-    return tuple(sorted(rows))

@@ -63,17 +63,8 @@ if TYPE_CHECKING:
 
 
 def setup(config: SFTMasterConfig, start: StartPhases | None = None, placement: Placement | None = None) -> SFTRun:
-    """A run that is ready to be driven.
-
-    Args:
-        config: A checked configuration. `logger.log_dir` is replaced by its next numbered directory.
-        start: Where the phases of the start are shown.
-        placement: Gives the run its accelerators; by default it has slots of its own.
-
-    Raises ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: the configuration names
-    something that does not exist; OptimizerConfigError: a name of optimizer or schedule is wrong;
-    UnsupportedModelError: the model does not divide over ranks; CheckpointError: a checkpoint exists but cannot be
-    resumed, or none can be written; ResumeError: it belongs to another run; NothingToDo: the run is over already.
+    """A run that is ready to be driven. Arguments and errors are those of `grpo.assembly.setup`; OptimizerConfigError:
+    a name of optimizer or schedule is wrong; UnsupportedModelError: the model does not divide over ranks.
     """
     start, placement = start or StartPhases(), placement or OwnPlacement()
     limits = limits_of(config)
