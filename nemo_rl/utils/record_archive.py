@@ -66,7 +66,7 @@ def lines_of(record: Path) -> Iterator[bytes]:
     archive = archive_of(record)
     seen = archived = 0
     while True:
-        for piece in _whole_pieces(archive, seen):
+        for piece in (piece for piece in _pieces(archive, seen) if piece.problem is None):
             seen += piece.size
             lines = piece.content.splitlines(keepends=True)
             archived += len(lines)
@@ -108,10 +108,6 @@ def _first_number(lines: bytes) -> int | None:
     """The number of the first line. Pieces are moved whole, so it tells whether those of the growing file moved."""
     number = _NUMBER.search(lines.partition(b"\n")[0])
     return None if number is None else int(number[1])
-
-
-def _whole_pieces(archive: Path, offset: int) -> Iterator[_Piece]:
-    return (piece for piece in _pieces(archive, offset) if piece.problem is None)
 
 
 def _pieces(archive: Path, offset: int = 0) -> Iterator[_Piece]:

@@ -27,7 +27,8 @@ def printable(text: str) -> str:
     >>> printable("red: \\x1b[31m")
     'red: \\\\x1b[31m'
     """
-    return "".join(character if _is_harmless(character) else _spelt(character) for character in text)
+    shown = (c if _is_harmless(c) else c.encode("unicode_escape").decode() for c in text)
+    return "".join(shown)
 
 
 def _is_harmless(character: str) -> bool:
@@ -35,10 +36,6 @@ def _is_harmless(character: str) -> bool:
     return character in _KEPT or (
         unicodedata.category(character) not in ("Cc", "Cs") and character not in _TURNS_DIRECTION
     )
-
-
-def _spelt(character: str) -> str:
-    return character.encode("unicode_escape").decode()
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
