@@ -301,9 +301,18 @@ def test_a_scavenger_has_the_gpus_of_ranks_that_have_been_idle_for_as_long_as_it
     fleet.release("a", at=115.0)
     fleet.demand("a", 16, done=8, at=120.0)
     back = sound(fleet, 120.0)
-    assert ("gaps", 0) in {(s.pipeline, s.rank) for s in back.shrinks} and ("a", 1) in {
-        (e.pipeline, e.rank) for e in back.expands
-    }
+    assert ("gaps", 0) in {(s.pipeline, s.rank) for s in back.shrinks}
+    assert ("a", 1) in {(e.pipeline, e.rank) for e in back.expands}
+
+
+def test_a_scavenger_takes_no_more_idle_ranks_than_its_users_limit_allows() -> None:
+    fleet = team(4, QuotaNode("user bob", "", limit=2))
+    fleet.add("idle", [], [0, 1, 2, 3], demand=8, user="ann")  # type: ignore[arg-type]
+    fleet.wake("idle", 0, 1, 2, 3)
+    fleet.demand("idle", 8, done=8, at=10.0)
+    fleet.add("gaps", [], [0, 1, 2, 3], demand=100, user="bob", priority="scavenger")  # type: ignore[arg-type]
+    result = sound(fleet, 100.0)
+    assert len(result.expands) == len(result.shrinks) == 2
 
 
 # -- the checker -----------------------------------------------------------------------------------------------------

@@ -772,12 +772,13 @@ def _in_gaps(
                 on_idle.append(rank)
     for rank in on_idle:
         holders = _holders(plan_state, ranks[rank]) or []
-        if holders and all(plan_state.kind[gpu] in (FREE, RANK) for gpu in ranks[rank]):
-            idle_from = _idle_from(plan_state, name, rank, {donor for donor, _ in holders})
-            if plan_state.now >= idle_from:
-                yield rank, holders
-            elif idle_from < math.inf:
-                result.replan_by(idle_from)
+        idle_from = _idle_from(plan_state, name, rank, {donor for donor, _ in holders}) if holders else math.inf
+        if plan_state.now < idle_from < math.inf:
+            result.replan_by(idle_from)
+        # Others, or the ranks before this one, may have taken its GPUs and its room.
+        still_so = all(kind[gpu] in (FREE, RANK) for gpu in ranks[rank]) and plan_state.has_room(name, ranks[rank])
+        if idle_from <= plan_state.now and still_so:
+            yield rank, holders
 
 
 def _idle_from(plan_state: PlanState, name: str, rank: int, givers: Iterable[str]) -> float:
