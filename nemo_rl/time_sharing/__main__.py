@@ -305,11 +305,8 @@ def _page(chosen: argparse.Namespace) -> int:
 def _of_damage(damage: RecordDamaged) -> str:
     if not damage.intact:
         return f"{damage.path}: is not a record of nemo_rl: line 1 {damage.reason}"
-    place = f"{damage.path}: line {damage.line} (byte {damage.offset}) {damage.reason}"
-    return (
-        f"{place}; the {damage.intact} lines before it are intact: with --recover, check, trace and "
-        "report read up to there"
-    )
+    before = f"the {damage.intact} lines before it are intact: with --recover, check, trace and report read up to there"
+    return f"{damage.path}: line {damage.line} (byte {damage.offset}) {damage.reason}; {before}"
 
 
 def _check(chosen: argparse.Namespace) -> int:

@@ -16,15 +16,8 @@ from nemo_rl.time_sharing.simulation.scenario_reading import parse_scenario
 
 
 def four_jobs(**more: Any) -> Scenario:
-    job = {
-        "steps": 2,
-        "groups": 4,
-        "samples_per_group": 4,
-        "staleness": 0,
-        "train_s": 5.0,
-        "tokens": {"median": 200},
-        "engine": {"half_batch": 16},
-    }
+    drawn = {"tokens": {"median": 200}, "engine": {"half_batch": 16}}
+    job = {"steps": 2, "groups": 4, "samples_per_group": 4, "staleness": 0, "train_s": 5.0, **drawn}
     mappings = ([0, 1], [1, 2, 3], [4, 5], [0, 4])
     jobs = [{"name": f"job{i}", "train": [gpus[0]], "infer": gpus, **job} for i, gpus in enumerate(mappings)]
     return parse_scenario({"pool": {"gpus_per_node": 6}, "jobs": jobs, **more})
