@@ -252,7 +252,7 @@ class SimulatedJob:
             self._submit(process, [sample])
 
     def _admit(self, process: JobProcess, step: int) -> list[Sample]:
-        samples = []
+        samples: list[Sample] = []
         for number in range(self.job.groups):
             prompt = f"{self.job.name}.s{step}.g{number}"
             group = Group(f"{prompt}.i{process.incarnation}", step, self.job.samples_per_group)
@@ -260,8 +260,7 @@ class SimulatedJob:
             process.missing += group.missing
             process.record.emit(rec.GroupAdmitted(group.name, prompt, group.missing, step))
             rng = random.Random(f"{self.world.seed}/{prompt}")
-            for index in range(group.missing):
-                samples.append(Sample.drawn(f"{group.name}.{index}", group.name, self.job, rng))
+            samples += [Sample.drawn(f"{group.name}.{n}", group.name, self.job, rng) for n in range(group.missing)]
         return samples
 
     def _progress(self, process: JobProcess) -> tuple[int, int]:

@@ -33,6 +33,7 @@ class SimulatedTeacher(SimulatedJob):
     def __init__(self, job: ScenarioJob, world: Surroundings, costs: Costs) -> None:
         super().__init__(job, world, costs)
         self.students: list[Student] = []
+        self.batches = 0
         self._open: dict[str, Student] = {}
         self._left: dict[str, int] = {}
         self._total = 0
@@ -83,6 +84,7 @@ class SimulatedTeacher(SimulatedJob):
             process.agent.set_demand(0)
         if not self._left[batch]:
             del self._left[batch]
+            self.batches += 1
             student.take_scores(batch)
 
     def _end(self, outcome: str) -> None:

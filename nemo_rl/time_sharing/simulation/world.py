@@ -331,13 +331,9 @@ class World(Surroundings):
             ("scheduler crashes", faults.scheduler_crashes, self._strike_scheduler),
             ("cancels", faults.cancels, self._strike_cancel),
             ("drains", faults.drains, self._strike_drain),
-            ("withdrawals", faults.withdrawals, self._strike_withdrawal),
-            ("partitions", faults.partitions, lambda: self._cut_off_one(_BOTH_WAYS)),
-            (
-                "one-way partitions",
-                faults.one_way_partitions,
-                lambda: self._cut_off_one((self.rng.choice(_BOTH_WAYS),)),
-            ),
+            ("withdrawals", faults.withdrawals, lambda: (job := self._some_job()) is not None and job.take_back()),
+            ("partitions", faults.partitions, lambda: self._cut_off_one(*_BOTH_WAYS)),
+            ("one-way partitions", faults.one_way_partitions, lambda: self._cut_off_one(self.rng.choice(_BOTH_WAYS))),
             ("outages", faults.outages, self._strike_outage),
             ("stuck shards", faults.stuck_shards, lambda: self._set_speed(0.0)),
             ("slow shards", faults.slow_shards, lambda: self._set_speed(0.05)),
@@ -419,11 +415,7 @@ class World(Surroundings):
         self._scheduler.drain(job.job.name, self._reading())
         return True
 
-    def _strike_withdrawal(self) -> bool:
-        job = self._some_job()
-        return job is not None and job.take_back()
-
-    def _cut_off_one(self, directions: tuple[str, ...]) -> bool:
+    def _cut_off_one(self, *directions: str) -> bool:
         job = self._some_job()
         if job is not None:
             seconds = self.rng.random() * 2 * self.scenario.faults.partition_s
