@@ -20,10 +20,10 @@ from nemo_rl.time_sharing.log.pool_state import AdapterProgress
 from nemo_rl.time_sharing.opening import LIVE_LIMITS
 from nemo_rl.time_sharing.pipelines.adapters import AdaptersConfig
 from nemo_rl.time_sharing.pipelines.command import CommandFailed, CommandPipeline
-from nemo_rl.time_sharing.pipelines.command_config import KILLED_S
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job, Kind, read_jobs
 from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.time_sharing.protocol.types import KILLED_S
 from nemo_rl.utils.files import ADAPTERS_ADDRESS, adapter_states
 
 _CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
