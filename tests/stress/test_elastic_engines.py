@@ -159,18 +159,24 @@ def test_requests_of_a_leaving_shard_go_on_elsewhere_with_every_token_they_have(
     assert engines.generation.router.active == {0, 1}
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.1])
-def test_a_shard_that_joins_takes_its_part_and_no_seeded_draw_changes(engines: Elastic, after_s: float) -> None:
-    # More than a shard runs at once, so that some have no token yet when the other joins, however long that takes.
-    requests = engines.requests(200 if after_s else 1300, tokens=40)
+def test_a_shard_that_joins_changes_no_seeded_draw(engines: Elastic) -> None:
+    requests = engines.requests(200, tokens=40)
     alone = asyncio.run(engines.run(requests))
-    again = [replace(request, request_id=f"{request.request_id}-joined-{after_s}") for request in requests]
+    again = [replace(request, request_id=f"{request.request_id}-joined") for request in requests]
     engines.elastic.shrink([1])
-    results = asyncio.run(engines.while_running(again, lambda: engines.elastic.expand([1]), after_s))
+    results = asyncio.run(engines.while_running(again, lambda: engines.elastic.expand([1]), 0.1))
     assert [one.token_ids for one in results] == [one.token_ids for one in alone]
-    # A request that has tokens stays, since another seed would draw the rest.
-    assert after_s or sum(one.shard == 1 for one in results) >= 20
     assert engines.worst(again, results) < TOLERANCE
+
+
+def test_a_shard_that_joins_takes_requests_that_have_no_token_yet(engines: Elastic) -> None:
+    engines.elastic.shrink([1])
+    # More than a shard runs at once, so that some have no token yet whenever the other joins.
+    requests, results = asyncio.run(engines.under_load(lambda: engines.elastic.expand([1]), lanes=1300, tokens=16))
+    assert sum(one.shard == 1 for one in results) >= 20
+    # A request that has tokens stays, since another seed would draw the rest.
+    again = [replace(request, request_id=f"{request.request_id}-again") for request in requests]
+    assert [one.token_ids for one in asyncio.run(engines.run(again))] == [one.token_ids for one in results]
 
 
 def test_a_greedy_response_is_the_same_whether_its_shard_left_or_not(engines: Elastic) -> None:
