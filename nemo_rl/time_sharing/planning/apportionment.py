@@ -207,9 +207,11 @@ def _round_down_the_tree(
 
 def _round_to_ranks(plan_state: PlanState, due: dict[str, float], names: Sequence[str], budget: float) -> None:
     turns: list[tuple[bool, bool, float, str]] = []
-    for name in names:
+    for name in sorted(names, key=lambda name: not plan_state.pipelines[name].spec.is_high):
         pipeline, tp, has = plan_state.pipelines[name], plan_state.tp[name], plan_state.counts[name]
-        ranks = plan_state.due[name] = max(int(due[name] / tp + 1e-9), pipeline.spec.is_high)
+        # One of high priority is due a first rank, out of what the others of its user are due.
+        ranks = max(int(due[name] / tp + 1e-9), pipeline.spec.is_high)
+        ranks = plan_state.due[name] = min(ranks, max(int(budget / tp + 0.5), 0))
         budget -= ranks * tp
         if ranks:
             turns.append((True, False, ranks - due[name] / tp - (_STAYS if has > ranks else 0.0), name))
