@@ -68,6 +68,22 @@ def test_a_group_has_its_share_however_many_jobs_it_has(jobs: int) -> None:
     assert had / (hours / 2) == pytest.approx(8.0, abs=0.8)
 
 
+def test_first_ranks_of_high_priority_come_from_their_own_users_part() -> None:
+    fleet = team(16, *HALVES)
+    for number in range(4):
+        add(fleet, f"high{number}", demand=1, priority="high", rank_batch=1)
+    for number in range(3):
+        add(fleet, f"x{number}", demand=10**6)
+    go(fleet, 0.0)
+    add(fleet, "y", "b", demand=10**6)
+    for pipeline in fleet.state.pipelines.values():
+        pipeline.handover_s = 15.0
+    for now in range(100, 1000, 100):
+        go(fleet, float(now))
+    have = up(fleet)
+    assert have["y"] == 8 and all(have[f"high{number}"] == 1 for number in range(4))
+
+
 def test_few_due_to_many_users_of_a_group_are_whole_gpus_all_the_same() -> None:
     users = [QuotaNode(f"user u{number}", "group a", 0.2) for number in range(5)]
     fleet = team(4, *HALVES, *users)
