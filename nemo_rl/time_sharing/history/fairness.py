@@ -489,9 +489,12 @@ class FairnessChecks:
         if self._quotas.nodes and not self._knows_all:
             return  # those that were registered before the log lost its end pull, too
         if self._quotas.promised:
-            # What both are due is rounded to whole ranks, and a first one is due to one of high priority.
-            due = self._parts(entitlements)
-            rounds = giver.gpus + giver.tp > due[name] * (1 - 1e-6)
+            # What both are due is rounded to whole ranks, and a first one is due to one of high priority, out of what
+            # its user's others are due.
+            due, user = self._parts(entitlements), giver.spec.user
+            high = (one for one in self._pipelines.values() if one.spec.is_high and one.spec.user == user)
+            first = sum(one.tp for one in high if one.useful)
+            rounds = giver.gpus + giver.tp > (due[name] - first) * (1 - 1e-6)
             share = max(taker.fixed + taker.tp, due[by] + taker.tp) if rounds else -1.0
         else:
             pull = {name: giver.pull, by: taker.pull} if not self._quotas.nodes else self._parts(pulls)
