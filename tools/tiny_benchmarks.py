@@ -58,7 +58,7 @@ LINES: dict[str, str] = {
 """What is given to each benchmark; WORK stands for a folder of its own, MODEL and PROBLEMS for a small model and some
 sums in it.
 """
-PARTS = ("drawn_mixes", "shapes")
+PARTS = ("composed_runs", "drawn_mixes", "shapes")
 """What others import."""
 
 
