@@ -447,9 +447,9 @@ class FairnessChecks:
             given = sorted([move for move in moves if move[1].pipeline == name], key=lambda move: move[0])
             lost = [eviction for eviction in evictions if eviction.pipeline == name]
             self._check_slices(name, given, lost[0].up, claims)
-            for index, _ in given:
-                if (gets := self._pipelines.get(claims[index].pipeline)) is not None and gets.spec.scavenges:
-                    self._check_idle(name, claims[index].pipeline)
+            for by in [claims[index].pipeline for index, _ in given]:
+                if (gets := self._pipelines.get(by)) is not None and gets.spec.scavenges:
+                    self._check_idle(name, by)
             # Judged is a giver that the plan gives nothing, by the last of its ranks that goes, to a taker whose last
             # claim that is: both have then what they have now.
             last, taker = given[-1][0], claims[given[-1][0]].pipeline
@@ -462,8 +462,7 @@ class FairnessChecks:
     def _check_idle(self, name: str, by: str) -> None:
         giver, least = self._pipelines.get(name), self._bound.limit("min_hold_s") - _EPS
         if giver is not None and (giver.demand or self._time - giver.idle_since < least):
-            what = f"a rank of {name}, which has or just had work, makes way for {by}, a scavenger"
-            self.found.append((11, what))
+            self.found.append((11, f"a rank of {name}, which has or just had work, makes way for {by}, a scavenger"))
 
     def _check_slices(
         self, name: str, given: list[tuple[int, _Eviction]], before: int, claims: list[ev.Claimed]

@@ -738,58 +738,59 @@ def fill_gaps(plan_state: PlanState, result: Plan) -> None:
     """Gives GPUs that no request waits for to pipelines that run in gaps, the least served first: those that are left,
     then those of ranks that have had nothing to do for a while.
     """
-    gaps: dict[str, Iterator[tuple[int, list[tuple[str, int]]]]] = {}
-    heap: list[tuple[float, str]] = []
-    for name, pipeline in plan_state.pipelines.items():
-        if name in plan_state.scavengers and plan_state.counts[name] < plan_state.useful[name]:
-            gaps[name] = _in_gaps(plan_state, result, name, pipeline)
-            heap.append((plan_state.gpus_of(name) / pipeline.spec.weight, name))
+    pipelines, useful, scavengers = plan_state.pipelines, plan_state.useful, plan_state.scavengers
+    hungry = [name for name in pipelines if name in scavengers and plan_state.counts[name] < useful[name]]
+    if not hungry:
+        return
+    idle = {name for name, one in pipelines.items() if one.awake and not useful[name] and name not in scavengers}
+    gaps = {name: _in_gaps(plan_state, result, name, idle) for name in hungry}
+    heap = [(plan_state.gpus_of(name) / pipelines[name].spec.weight, name) for name in hungry]
     heapq.heapify(heap)
     while heap:
         _, name = heapq.heappop(heap)
-        for rank, idle in gaps[name]:
-            for donor, given in idle:
-                since = plan_state.pipelines[donor].idle_since
-                plan_state.shrink(result, donor, given, ("idle", donor, name, since))
-            expand(plan_state, result, name, rank, ("gap",))
-            if plan_state.counts[name] < plan_state.useful[name]:
-                heapq.heappush(heap, (plan_state.gpus_of(name) / plan_state.pipelines[name].spec.weight, name))
-            break
+        rank, holders = next(gaps[name], (None, ()))
+        if rank is None:
+            continue
+        for donor, given in holders:
+            plan_state.shrink(result, donor, given, ("idle", donor, name, pipelines[donor].idle_since))
+        expand(plan_state, result, name, rank, ("gap",))
+        if plan_state.counts[name] < useful[name]:
+            heapq.heappush(heap, (plan_state.gpus_of(name) / pipelines[name].spec.weight, name))
 
 
 def _in_gaps(
-    plan_state: PlanState, result: Plan, name: str, pipeline: PipelineState
+    plan_state: PlanState, result: Plan, name: str, idle: set[str]
 ) -> Iterator[tuple[int, list[tuple[str, int]]]]:
-    """Ranks of a pipeline on free GPUs, then those on GPUs of idle ranks, which come with them. Free GPUs of a wide
-    rank stay so until it has them.
+    """Ranks of a pipeline on free GPUs, then those on GPUs of these idle pipelines, with the ranks that make way. Free
+    GPUs of a wide rank stay so until it has them.
     """
-    ranks, kind = pipeline.topology.ranks, plan_state.kind
-    on_idle = []
+    pipeline, kind = plan_state.pipelines[name], plan_state.kind
+    on_idle: list[int] = []
     for rank in candidates(plan_state, pipeline):
-        gpus = ranks[rank]
-        if plan_state.reserved.keys().isdisjoint(gpus) and plan_state.has_room(name, gpus):
-            if all(kind[gpu] == FREE for gpu in gpus):
-                yield rank, []
-            elif all(kind[gpu] in (FREE, RANK) for gpu in gpus):
-                on_idle.append(rank)
+        gpus = pipeline.topology.ranks[rank]
+        if not plan_state.reserved.keys().isdisjoint(gpus) or not plan_state.has_room(name, gpus):
+            continue
+        if all(kind[gpu] == FREE for gpu in gpus):
+            yield rank, []
+        elif idle and all(kind[gpu] in (FREE, RANK) for gpu in gpus):
+            on_idle.append(rank)
     for rank in on_idle:
-        holders = _holders(plan_state, ranks[rank]) or []
-        idle_from = _idle_from(plan_state, name, rank, {donor for donor, _ in holders}) if holders else math.inf
-        if plan_state.now < idle_from < math.inf:
-            result.replan_by(idle_from)
+        gpus = pipeline.topology.ranks[rank]
         # Others, or the ranks before this one, may have taken its GPUs and its room.
-        still_so = all(kind[gpu] in (FREE, RANK) for gpu in ranks[rank]) and plan_state.has_room(name, ranks[rank])
-        if idle_from <= plan_state.now and still_so:
-            yield rank, holders
+        still_so = all(kind[gpu] in (FREE, RANK) for gpu in gpus) and plan_state.has_room(name, gpus)
+        holders = _holders(plan_state, gpus) if still_so else None
+        if holders and idle.issuperset(givers := [donor for donor, _ in holders]):
+            if plan_state.now >= (idle_from := _idle_from(plan_state, name, rank, givers)):
+                yield rank, holders
+            else:
+                result.replan_by(idle_from)
 
 
-def _idle_from(plan_state: PlanState, name: str, rank: int, givers: Iterable[str]) -> float:
-    """Time from which these may give their ranks to one that runs in gaps: they have had nothing to do for as long as
-    it needs to rise (by their own starts before it has had any), so that what is lost if they want them back at once
+def _idle_from(plan_state: PlanState, name: str, rank: int, givers: Sequence[str]) -> float:
+    """Time from which idle pipelines give their ranks to one that runs in gaps: they have had nothing to do for as long
+    as it needs to rise (by their own starts before it has had any), so that what is lost if they want them back at once
     is no more than what was idle.
     """
-    if any(giver in plan_state.scavengers or plan_state.useful[giver] for giver in givers):
-        return math.inf
     pipelines = [plan_state.pipelines[giver] for giver in givers]
     rise_s = plan_state.rise_s(name, rank) or max([pipeline.start_s or 0.0 for pipeline in pipelines])
     return max([pipeline.idle_since for pipeline in pipelines]) + max(rise_s, plan_state.limits.min_hold_s)
